@@ -35,12 +35,14 @@ MPI_LIBS = $(if $(filter 1,$(MPI)),$(shell mpicxx --showme:link))
 NCCL_FLAGS = $(call with,NCCL,-DWITH_NCCL)
 NCCL_LIBS = $(call with,NCCL,-L$(CUDA_HOME)/lib -lnccl)
 
-# GPUs: Ampere and what follows it, Hopper with its own instructions. `make GPUS=90a` for one alone. A plain number
-# carries PTX beside its code: a GPU that came later (Blackwell) compiles that at a program's first start.
+# GPUs: this machine's; without one Ampere and what follows it, and Hopper with its own instructions. `make GPUS=90a` for
+# one alone. A plain number carries PTX beside its code: a GPU that came later (Blackwell) compiles that at a program's
+# first start.
 # Without oneDNN, whose header nvcc 13.0 aborts on: with --device cpu such a build uses plain loops. -O1 is for the
 # host's code: GCC 12 takes half of -O3's time, and makes loops that are three times as fast without -march=native.
 # Kernels are at -O3 without being asked.
-GPUS ?= 80 90a
+here = $(sort $(subst .,,$(shell nvidia-smi --query-gpu=compute_cap --format=csv,noheader 2>/dev/null)))
+GPUS ?= $(if $(filter-out 80 86 89 90,$(here)),80 90a,$(patsubst 90,90a,$(or $(here),80 90)))
 ifneq ($(filter 3% 5% 6% 7%,$(GPUS)),)
 $(error GPUS=$(GPUS): the kernels need 80 (Ampere) or later)
 endif

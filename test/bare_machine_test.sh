@@ -22,8 +22,14 @@ programs=(build/bare/gpu/libraries build/bare/shared/gpu/ladder_layernorm_forwar
 build GPUS=90a CUDART=shared BUILD=build/bare/shared "${programs[1]}"
 [ "${ALL:-0}" = 0 ] || { make lease; programs+=(build/lease/lease/gpu/*); programs=("${programs[@]/*\/built/}"); }
 
-# GPUs are 80 and later: those have code of their own or PTX; without MPI or nvcc, and for other GPUs, make says so.
-make -n MPI=0 DEVICE=cuda BUILD="$work" "$work/gpu/libraries" >"$work/log" 2>&1
+# GPUs are this machine's, else 80 and later: those have code of their own or PTX; without MPI or nvcc, and for other
+# GPUs, make says so.
+printf '#!/bin/sh\necho $CAPS\n' >"$work/nvidia-smi" && chmod +x "$work/nvidia-smi"
+dry() { PATH=$work:$PATH make -n MPI=0 DEVICE=cuda BUILD="$work" "$work/gpu/libraries" >"$work/log" 2>&1; }
+CAPS=9.0 dry
+says "code=sm_90a "
+! grep -q code=sm_80 "$work/log" || exit 1
+CAPS= dry
 says "code=sm_80 "
 says "code=compute_80 "
 ! grep -q 'WITH_MPI\|lmpi\|nccl' "$work/log" || { cat "$work/log"; exit 1; }
