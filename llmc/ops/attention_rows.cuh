@@ -195,6 +195,17 @@ __device__ void describe_keys(const RowOperands<T>& x, size_t b, unsigned tile) 
         x.key_spans[b * x.key_tiles + tile] = all;
 }
 
+// Whether spans rise from tile to tile of keys, as where positions rise: then the tiles of keys
+// that a tile of rows sees are an interval. Each of some threads answers for its share of tiles.
+template <typename T>
+__device__ bool keys_rise(const RowOperands<T>& x, size_t b, unsigned thread, unsigned threads) {
+    const Span* keys = x.key_spans + b * x.key_tiles;
+    bool rise = true;
+    for (unsigned i = thread + 1; i < x.key_tiles; i += threads)
+        rise &= keys[i].low >= keys[i - 1].low && keys[i].high >= keys[i - 1].high;
+    return rise;
+}
+
 // Describe a tile, if it exists: warp 0 describes the tile of rows, warp 1 the tile of keys.
 template <typename T>
 __device__ void describe_tile(const RowOperands<T>& x, size_t b, unsigned tile) {

@@ -184,8 +184,8 @@ struct HopperMaps {
     CUtensorMap q, k, v, out, dout;
 };
 
-// The operands of these kernels. turns (B,NKV,tiles) counts the blocks of keys that have added to
-// a tile's dQ.
+// The operands of these kernels. turns (B,NKV,tiles) says who has added to a tile's dQ: 1 + the
+// last such block of keys, by its place in their order.
 template <typename T>
 struct HopperOperands : RowOperands<T> {
     float* dq;               // (B,NKV,tiles) fragments, see fragment_at()
@@ -812,42 +812,62 @@ template <typename T, int D, typename F>
 __device__ __forceinline__ void backward_adder(const BackwardShared<D>& shared,
                                                const HopperOperands<T>& x, const KeyBlock& block,
                                                F look) {
-    constexpr int DQ_BYTES = BackwardShared<D>::DQ_BYTES;
     const bool leader = elect_one();
+    const int lane = threadIdx.x % 32;
+
+    // Its turn in a tile is 1 + the last block before it that also adds to the tile, or 0. Where
+    // positions rise from key to key, a tile's visible keys are an interval: that is the next block
+    // or none. Else look further, 32 blocks at a time.
+    const Span* keys = x.key_spans + block.b * x.key_tiles;
+    const bool rises = __ballot_sync(ALL_LANES, !keys_rise(x, block.b, lane, 32)) == 0;
+    auto turn_in = [&](int tile) {
+        const RowSpans rows = x.row_spans[x.tile_at(block.b, tile)];
+        for (int n = block.at; n > 0; n -= 32) {
+            const int other = n - 1 - lane; // the nearest in lane 0
+            bool adds = other >= 0 && visibility(rows, keys[block.tile(other)]) != NOTHING;
+            const unsigned found = __ballot_sync(ALL_LANES, adds);
+            if (found) return n + 1 - __ffs(int(found));
+            if (rises) break;
+        }
+        return 0;
+    };
+
+    // Walk the tiles, and know the next one's turn early.
     TileWalk walk = {int(x.tiles)};
     bool all = false;
-    for (int i = 0, tile; (tile = walk.next(all, look)) >= 0; i++) {
-        // Count the earlier blocks that also add to this tile: the count is this block's turn.
-        int turn = 0;
-        for (int n = 0; n < block.at; n += 32) {
-            // Each lane tests one of the next 32 blocks.
-            int other = n + int(threadIdx.x % 32);
-            bool adds = other < block.at &&
-                        visibility(x.row_spans[x.tile_at(block.b, tile)],
-                                   x.key_spans[block.b * x.key_tiles + block.tile(other)]) !=
-                            NOTHING;
-            turn += __popc(__ballot_sync(ALL_LANES, adds));
-        }
-
+    int tile = -1, turn = 0;
+    auto next = [&] {
+        tile = walk.next(all, look);
+        if (tile >= 0) turn = turn_in(tile);
+    };
+    next();
+    for (int i = 0; tile >= 0; i++) {
         // Add when it is this block's turn. The first block stores instead, so that nobody has to
         // zero dQ. The consumers may write the next part as soon as this one has been read.
+        const size_t at = x.tile_at(block.b, block.kh, tile);
+        const int passed = block.at + 1 - turn;
         if (leader) {
-            const size_t at = x.tile_at(block.b, block.kh, tile);
-            float* to = x.dq + at * (DQ_BYTES / sizeof(float));
+            float* to = x.dq + at * PARTS * 64 * 64;
             mbar_wait(shared.dq_full, i & 1);
             // GPUs start blocks in the order of their indices, though CUDA does not promise it. The
             // blocks before this one are then already running, and the wait ends.
             wait_for_turn(x.turns + at, turn);
             if (turn == 0)
-                bulk_store_1d(to, shared.dq, DQ_BYTES);
+                bulk_store_1d(to, shared.dq, shared.DQ_BYTES);
             else
-                bulk_reduce_add_f32(to, shared.dq, DQ_BYTES);
+                bulk_reduce_add_f32(to, shared.dq, shared.DQ_BYTES);
             bulk_commit();
             bulk_wait_read<0>();
             mbar_arrive(shared.dq_free);
-            // The sum must have reached global memory before the turn is passed on.
+        }
+        __syncwarp();
+
+        // Find the next turn while the sum is on its way: it must have reached global memory
+        // before this turn is passed on.
+        next();
+        if (leader) {
             bulk_wait<0>();
-            pass_turn(x.turns + at);
+            pass_turn(x.turns + at, passed);
         }
         __syncwarp();
     }

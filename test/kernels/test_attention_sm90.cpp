@@ -35,10 +35,12 @@ inline std::vector<AttentionCase> hopper_cases() {
             {1, 45, 180, 3, 1, 64, 4}, // idle rows in a tile without a mask, before another tile
             {1, 1, 100, 3, 1, 64, 4}};
 }
-// More tiles of keys, and of rows, than a warp examines at once.
+// More tiles of keys, and of rows, than a warp examines at once. In the last case the first tile of
+// keys and the last two are seen, so a block's turn comes after one that is far away.
 inline std::vector<AttentionCase> long_cases() {
     if (SMALL) return {};
-    return {{1, 3, 4300, 1, 1, 8, 2}, {1, 34, 20, 64, 1, 8, 2}};
+    return {{1, 3, 4300, 1, 1, 8, 2}, {1, 34, 20, 64, 1, 8, 2},
+            {1, 20, 4608, 1, 1, 8, 5, false, 200}};
 }
 
 // Six tiles of rows on fewer blocks, so that a block gets several, each with other documents. Tiles
