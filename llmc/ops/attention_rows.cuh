@@ -474,14 +474,15 @@ template <typename T> struct Results {
     LLMC_HD Results(T* to, bool add = false) : narrow(to), accumulate(add) {}
     LLMC_HD Results(float* to, bool add) : wide(to), accumulate(add) {}
 
-    // Put two neighbouring numbers.
-    __device__ void put(size_t at, float x, float y) const {
-        if (accumulate) {
-            x += wide ? wide[at] : to_float(narrow[at]);
-            y += wide ? wide[at + 1] : to_float(narrow[at + 1]);
-        }
-        if (wide) store(wide + at, Pack<float, 2>{x, y});
-        else *reinterpret_cast<uint32_t*>(narrow + at) = pack<T>(x, y);
+    // Put N neighbouring numbers, two at least.
+    template <int N> __device__ void put(size_t at, Pack<float, N> x) const {
+        for (int i = 0; accumulate && i < N; i++)
+            x.v[i] += wide ? wide[at + i] : to_float(narrow[at + i]);
+        if (wide) return store(wide + at, x);
+        Pack<uint32_t, N / 2> packed;
+        for (int i = 0; i < N / 2; i++)
+            packed.v[i] = pack<T>(x.v[2 * i], x.v[2 * i + 1]);
+        store(reinterpret_cast<uint32_t*>(narrow + at), packed);
     }
 };
 
@@ -495,7 +496,7 @@ __device__ void store_row(const Results<T>& results, size_t to, const float (&su
         // to the caller.
         int e = 8 * c + 2 * (threadIdx.x % 4);
         if (e < HS)
-            results.put(to + e, sum[c][2 * i] * factor, sum[c][2 * i + 1] * factor);
+            results.put(to + e, Pack<float, 2>{sum[c][2 * i] * factor, sum[c][2 * i + 1] * factor});
     }
 }
 #endif

@@ -1110,38 +1110,50 @@ __global__ void __launch_bounds__(HOPPER_THREADS, 1)
 #endif
 }
 
-// Write dq (B,Tq,NH,HS) from the fragments of its sums. A block takes 8 columns of a part.
+// Write dq (B,Tq,NH,HS) from the fragments of its sums. A block takes 16 columns of a part: in 16
+// bits they are a whole sector of memory, 32 bytes.
 template <typename T>
 __global__ void attention_hopper_dq_kernel(const Results<T> dq, const HopperOperands<T> x) {
     const size_t b = blockIdx.z;
     const size_t kh = blockIdx.y;
-    const int tile = int(blockIdx.x) / (8 * PARTS);
-    const int j = int(blockIdx.x) % (8 * PARTS) / PARTS;
+    const int tile = int(blockIdx.x) / (4 * PARTS);
+    const int j = int(blockIdx.x) % (4 * PARTS) / PARTS * 2;
     const int part = int(blockIdx.x) % PARTS;
     const int thread = threadIdx.x;
     const int lane = thread % 32;
+    const int odd = lane % 2;
 
-    // A part is 64 rows of the tile, or 64 channels.
+    // A part is 64 rows of the tile, or 64 channels. A lane writes 4 columns of two rows.
     const bool by_rows = x.tile_size == 128;
     const int first = by_rows ? 64 * part : 0;
-    const int column = (by_rows ? 0 : 64 * part) + 8 * j + 2 * (lane % 4);
+    const int column = (by_rows ? 0 : 64 * part) + 8 * (j + odd) + 2 * (lane % 4 - odd);
     const size_t at = x.tile_at(b, kh, tile);
     const float* from = x.dq + at * PARTS * 64 * 64;
     if (thread == 0) check_turn(x.turns + at);
 
-    // Read four numbers: two of one row, two of the row 8 below. If no block had a turn, no key is
-    // seen and nothing was stored: dq is 0.
-    Pack<float, 4> four = {};
-    if (x.turns[at] > 0)
-        four = load<4>(from + fragment_at(j, part, thread));
+    // Read columns of the first 8, and of the other 8: two of one row, two of the row 8 below. If
+    // no block had a turn, no key is seen and nothing was stored: dq is 0.
+    Pack<float, 4> left = {}, right = {};
+    if (x.turns[at] > 0) {
+        left = load<4>(from + fragment_at(j, part, thread));
+        right = load<4>(from + fragment_at(j + 1, part, thread));
+    }
     for (int i = 0; i < 2; i++) {
+        // Trade with the neighbour, so that a lane's columns follow each other: an even one takes
+        // of the first 8, an odd one of the other 8.
+        Pack<float, 4> four;
+        for (int e = 0; e < 2; e++) {
+            const float l = left.v[2 * i + e] * x.scale, r = right.v[2 * i + e] * x.scale;
+            const float got = __shfl_xor_sync(ALL_LANES, odd ? l : r, 1);
+            four.v[e] = odd ? got : l;
+            four.v[2 + e] = odd ? r : got;
+        }
+
+        // Write, but skip idle rows and padding channels.
         unsigned slot = unsigned(first + thread / 32 * 16 + 8 * i + lane / 4);
         unsigned row = unsigned(tile) * x.tile_rows + slot;
-        // Skip idle rows and padding channels.
-        if (slot >= x.tile_rows || row >= x.rows || column >= int(x.d.HS))
-            continue;
-        const size_t to = x.query_at(b, x.head_of(row, kh), x.query_of(row)) + column;
-        dq.put(to, four.v[2 * i] * x.scale, four.v[2 * i + 1] * x.scale);
+        if (slot < x.tile_rows && row < x.rows && column < int(x.d.HS))
+            dq.put(x.query_at(b, x.head_of(row, kh), x.query_of(row)) + column, four);
     }
 }
 
@@ -1287,8 +1299,8 @@ void attention_hopper_backward(Q* dq, K* dk, K* dv, const T* out, const float* l
             launch_shared(attention_hopper_backward_kernel<T, D>, grid, HOPPER_THREADS,
                           BACKWARD_BYTES<D>, stream, maps, in(dk), in(dv), x);
         });
-        launch(attention_hopper_dq_kernel<T>, dim3(x.tiles * 8 * PARTS, heads, B), WARPGROUP, 0,
-               stream, in(dq), x);
+        dim3 dq_grid(x.tiles * 4 * PARTS, unsigned(d.NKV), unsigned(d.B));
+        launch(attention_hopper_dq_kernel<T>, dq_grid, WARPGROUP, 0, stream, in(dq), x);
     }
 }
 #endif
