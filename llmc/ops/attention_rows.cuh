@@ -216,6 +216,12 @@ __device__ void describe_tile(const RowOperands<T>& x, size_t b, unsigned tile) 
         describe_keys(x, b, tile);
 }
 
+// Before forward: block x describes tile x of the rows and tile x of the keys.
+template <typename T>
+__global__ void attention_spans_kernel(const RowOperands<T> x) {
+    describe_tile(x, blockIdx.y, blockIdx.x);
+}
+
 // Before backward: block x describes tile x of the rows and tile x of the keys, and computes each
 // row's lse in units of log 2 and D = dout.out. Rows that see nothing and idle rows get an lse of
 // infinity, so that their p is exp2(score - lse) = 0.
@@ -303,6 +309,13 @@ void take_rows(RowOperands<T>& x, Pieces& pieces, const AttentionOperands<T>& op
     if (!backward) return;
     pieces.take(x.row_lse, d.B * d.NKV * x.tiles * tile_size);
     pieces.take(x.row_sums, d.B * d.NKV * x.tiles * tile_size);
+}
+
+// Compute what forward needs of its tiles: ranges and spans.
+template <typename T>
+void attention_spans(const RowOperands<T>& x, cudaStream_t stream) {
+    dim3 grid(std::max(x.tiles, x.key_tiles), unsigned(x.d.B));
+    launch(attention_spans_kernel<T>, grid, MMA_THREADS / 2, 0, stream, x);
 }
 
 // Compute what backward needs of its tiles: ranges, spans, lse and D.

@@ -22,7 +22,7 @@
 //             v has the layout of k (hopper_takes()).
 //             A row that sees nothing: out 0, lse -inf, gradients 0.  Bitwise repeatable.
 //   Cost: products on tensor cores, 2 forward and 5 backward; an exp2 for each (query, key) seen in
-//         each. Launches: 2 forward, 3 backward. Scratch: spans and turns of the tiles, four
+//         each. Launches: 3 forward, 3 backward. Scratch: spans and turns of the tiles, four
 //         numbers a row, and dQ in float.
 //   Without nvcc this file declares nothing; the CPU's version is attention_cpu.cuh.
 //   To copy: this file, attention_rows.cuh, attention_types.h, hopper.cuh, tensor_cores.h,
@@ -43,12 +43,13 @@ namespace llmc {
 // the queue of the forward pass: tiles of rows, longest first
 //   One block for each SM stays for the whole pass and claims one place of the queue after another.
 //   It starts once, and its loads run ahead into its next tile. The tiles of a sequence are sorted
-//   by the number of tiles of keys that they see. The same spans that decide which tiles are
-//   skipped give this number, so windows and documents count at their true cost. For as many heads
-//   as L2 holds, the queue has the longest tile of each head, then the next longest of each, and so
-//   on: the tiles that run last are short. No result depends on which block claims a tile.
+//   by the number of tiles of keys that they see, to a 255th of all. The same spans that decide
+//   which tiles are skipped give this number, so windows and documents count at their true cost.
+//   For as many heads as L2 holds, the queue has the longest tile of each head, then the next
+//   longest of each, and so on: the tiles that run last are short. No result depends on which block
+//   claims a tile.
 
-constexpr int QUEUE_THREADS = 1024; // in the block that sorts a sequence
+constexpr unsigned QUEUE_THREADS = 256; // in the block that sorts a sequence
 
 // A place of the queue stands for a head and an index in the head's order. Heads take turns: index
 // 0 of each of `together` heads, then index 1, and so on; then the next heads start.
@@ -64,18 +65,18 @@ __device__ inline HeadPlace head_place(unsigned place, unsigned heads, unsigned 
     return {first + place % some % here, place % some / here};
 }
 
-// A tile of rows of a key head, and the number of tiles of keys that it sees; -1: the
-// queue is empty.
+// A tile of rows of a key head, the first tile of keys that it may see, and the number of those
+// that it sees; -1: the queue is empty.
 struct RowTile {
     unsigned b, kh, tile;
-    int key_tiles;
+    int first_keys, key_tiles;
 };
 
 // The queue of one pass, in global memory.
 struct TileQueue {
     unsigned* claimed;       // the number of places taken
-    unsigned* order;         // (B,tiles) the tiles of each sequence, longest first
-    int* key_tiles;          // (B,tiles) the number of tiles of keys that each of them sees
+    RowTile* tiles;          // (B,tiles) of the first key head
+    RowTile* order;          // (B,tiles) the same, those of each sequence longest first
     unsigned heads_together; // key heads, over all sequences, that take turns
 
     // Take the next place. All lanes of a warp must call it together.
@@ -87,72 +88,80 @@ struct TileQueue {
         const unsigned NKV = unsigned(x.d.NKV);
         const unsigned heads = unsigned(x.d.B) * NKV;
         if (place >= heads * x.tiles)
-            return {0, 0, 0, -1};
+            return {0, 0, 0, 0, -1};
 
         // All key heads of a sequence have the same order.
         const HeadPlace next = head_place(place, heads, heads_together, x.tiles);
-        const unsigned b = next.head / NKV;
-        const unsigned tile = order[x.tile_at(b, next.at)];
-        return {b, next.head % NKV, tile, key_tiles[x.tile_at(b, tile)]};
+        RowTile rows = order[x.tile_at(next.head / NKV, next.at)];
+        rows.kh = next.head % NKV;
+        return rows;
     }
 };
 
-// Write a sequence's ranges, spans and order; one block a sequence. All sequences have equally many
+// Sort the tiles of a sequence by counting; one block a sequence. All sequences have equally many
 // tiles, so each is sorted by itself, and places interleave them.
 template <typename T>
 __global__ void __launch_bounds__(QUEUE_THREADS)
     attention_queue_kernel(const RowOperands<T> x, const TileQueue queue) {
-    const size_t b = blockIdx.x;
-    const unsigned lane = threadIdx.x % 32;
-    const unsigned warp = threadIdx.x / 32;
-    const unsigned warps = blockDim.x / 32;
-    if (b == 0 && threadIdx.x == 0)
-        *queue.claimed = 0;
-
-    // Describe each tile, one warp a tile.
-    for (unsigned tile = warp; tile < x.tiles; tile += warps)
-        describe_rows(x, b, tile);
-    for (unsigned tile = warp; tile < x.key_tiles; tile += warps)
-        describe_keys(x, b, tile);
+    LLMC_SHARED(int, longer, QUEUE_THREADS); // the number of tiles of a length, then of longer too
+    LLMC_SHARED(int, falls, 1);
+    const unsigned b = blockIdx.x;
+    const unsigned thread = threadIdx.x;
+    const int key_tiles = int(x.key_tiles);
+    const Span* keys = x.key_spans + b * x.key_tiles;
+    RowTile* tiles = queue.tiles + x.tile_at(b, 0);
+    longer[thread] = 0;
+    if (thread == 0) *falls = 0;
+    if (thread + b == 0) *queue.claimed = 0;
     __syncthreads();
 
-    // Count the tiles of keys that each tile sees, 32 at a time.
-    for (unsigned tile = warp; tile < x.tiles; tile += warps) {
+    // In a whole context spans rise from tile to tile of keys.
+    if (!keys_rise(x, b, thread, QUEUE_THREADS)) atomicAdd(falls, 1);
+    __syncthreads();
+
+    // Count the tiles of keys that each tile of rows sees. If spans rise, these follow each other:
+    // behind those that end before the rows' first key, up to the first that begins too late.
+    auto count = [&](auto holds) {
+        int n = 0;
+        for (int step = 1 << 30; step > 0; step /= 2) // it holds for the first n
+            if (step <= key_tiles - n && holds(keys[n + step - 1])) n += step;
+        return n;
+    };
+    auto length = [&](unsigned tile) { // the longest has QUEUE_THREADS - 1
+        return unsigned(tiles[tile].key_tiles) * (QUEUE_THREADS - 1) / x.key_tiles;
+    };
+    for (unsigned tile = thread; tile < x.tiles; tile += QUEUE_THREADS) {
         const RowSpans rows = x.row_spans[x.tile_at(b, tile)];
-        int seen = 0;
-        for (unsigned n = 0; n < x.key_tiles; n += 32) {
-            const unsigned key_tile = n + lane;
-            bool sees = key_tile < x.key_tiles &&
-                        visibility(rows, x.key_spans[b * x.key_tiles + key_tile]) != NOTHING;
-            seen += __popc(__ballot_sync(ALL_LANES, sees));
+        int first = 0, seen = 0;
+        if (*falls == 0) {
+            first = count([&](Span k) { return k.high < rows.first.low; });
+            seen = count([&](Span k) { return k.low <= rows.last.high; });
+            seen = seen > first ? seen - first : 0;
         }
-        if (lane == 0)
-            queue.key_tiles[x.tile_at(b, tile)] = seen;
+        for (int i = 0; *falls > 0 && i < key_tiles; i++)
+            seen += visibility(rows, keys[i]) != NOTHING;
+        tiles[tile] = {b, 0, tile, first, seen};
+        atomicAdd(longer + length(tile), 1);
     }
     __syncthreads();
 
-    // Find each tile's place: the number of tiles that are longer, or as long and before it.
-    const int* lengths = queue.key_tiles + x.tile_at(b, 0);
-    for (unsigned tile = threadIdx.x; tile < x.tiles; tile += blockDim.x) {
-        unsigned place = 0;
-        for (unsigned other = 0; other < x.tiles; other++)
-            place += lengths[other] > lengths[tile] ||
-                     (lengths[other] == lengths[tile] && other < tile);
-        queue.order[x.tile_at(b, place)] = tile;
+    // Add up from the longest on, over distances of 1, 2, 4, ... lengths.
+    for (unsigned step = 1; step < QUEUE_THREADS; step *= 2) {
+        const int more = thread + step < QUEUE_THREADS ? longer[thread + step] : 0;
+        __syncthreads();
+        longer[thread] += more;
+        __syncthreads();
     }
-}
 
-// Take the queue's scratch. The caller sets heads_together.
-template <typename T>
-void take_queue(TileQueue& queue, Pieces& pieces, const RowOperands<T>& x) {
-    pieces.take(queue.claimed, 1);
-    pieces.take(queue.order, x.d.B * x.tiles);
-    pieces.take(queue.key_tiles, x.d.B * x.tiles);
+    // Give each tile a place behind all longer ones.
+    for (unsigned tile = thread; tile < x.tiles; tile += QUEUE_THREADS)
+        queue.order[x.tile_at(b, atomicAdd(longer + length(tile), -1) - 1)] = tiles[tile];
 }
 
 // Describe the tiles and fill the queue; reset the number of places taken.
 template <typename T>
 void make_queue(const TileQueue& queue, const RowOperands<T>& x, cudaStream_t stream) {
+    attention_spans(x, stream);
     launch(attention_queue_kernel<T>, unsigned(x.d.B), QUEUE_THREADS, 0, stream, x, queue);
 }
 
@@ -353,7 +362,7 @@ __device__ __forceinline__ void load_keys(const ForwardShared<D>& shared, const 
     const int lane = threadIdx.x % 32;
     const size_t b = rows.b;
     const KeyTiles<T, N> look = {x, b, x.row_spans[x.tile_at(b, rows.tile)]};
-    TileWalk walk = {int(x.key_tiles)};
+    TileWalk walk = {int(x.key_tiles), rows.first_keys - 32};
     for (const int end = i + rows.key_tiles; i < end; i++) {
         // The walk finds as many tiles as the queue has counted.
         bool all = false;
@@ -1188,7 +1197,9 @@ size_t hopper_operands(HopperOperands<T>& x, const AttentionOperands<T>& operand
     };
     if (!backward) {
         // Only k and v need L2: they are read many times, q and out once.
-        take_queue(x.queue, pieces, x);
+        pieces.take(x.queue.claimed, 1);
+        pieces.take(x.queue.tiles, x.d.B * x.tiles);
+        pieces.take(x.queue.order, x.d.B * x.tiles);
         x.queue.heads_together = heads_in_l2(x.d.Tk * channels * 2 * sizeof(T));
         return pieces.used;
     }

@@ -160,6 +160,7 @@ void queue_row(Check& c) {
         queue_case(c, {1, 700, 700, 1, 1, 8, 0, false, 129}, 1);
         queue_case(c, {2, 300, 900, 3, 1, 8, 2}, 2);
         queue_case(c, {2, 200, 500, 2, 2, 8, 3}, 4);
+        queue_case(c, {1, 300, 1024, 1, 1, 8, 5, false, 200}, 1);
     }
     emulator::settings = {};
 }
@@ -249,7 +250,7 @@ void launches_row(Check& c) {
         return sum;
     };
     CASE(c, "launches");
-    expect(c, count([&] { layer.forward(); }) == 2, "forward is not two launches");
+    expect(c, count([&] { layer.forward(); }) == 3, "forward is not three launches");
     expect(c, count([&] { layer.backward(); }) == 3, "backward is not three launches");
 }
 
