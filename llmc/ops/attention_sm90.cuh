@@ -292,6 +292,26 @@ __device__ void put_rows(unsigned char* tile, int rows, int row, const uint32_t 
     }
 }
 
+// Begin a block: initialise barriers that follow each other, by the numbers of their arrivals, and
+// prefetch maps. The block's barrier comes next.
+template <int... ARRIVALS, typename... Maps>
+__device__ __forceinline__ void begin_block(uint64_t* barriers, const Maps&... maps) {
+    if (threadIdx.x == 0) {
+        (mbar_init(barriers++, ARRIVALS), ...);
+        mbar_init_fence();
+    }
+    if (threadIdx.x == 32) (tma_prefetch(&maps), ...);
+}
+
+// Load a tile by TMA, a chunk of channels after another: the rows in the box from a head and a
+// query or key on. A chunk has `rows` rows.
+template <int C>
+__device__ __forceinline__ void load_chunks(unsigned char* tile, int rows, const CUtensorMap* map,
+                                            uint64_t* full, size_t head, size_t from, size_t b) {
+    for (int c = 0; c < C; c++)
+        tma_load_4d(tile + c * rows * 128, map, full, 64 * c, int(head), int(from), int(b));
+}
+
 // Arrive once for a warp. All its lanes have passed their wait, so the warp has read what
 // the barrier guards.
 __device__ inline void release(uint64_t* barrier) {
@@ -320,18 +340,12 @@ __device__ inline void release(uint64_t* barrier) {
 //
 // n and i count all tiles of the block, so rings and turns continue from tile to tile.
 
-// Shared memory: q, out, and STAGES tiles of k and of v. At 128 channels 192 KB, so an SM
-// has one block.
-template <int D>
-constexpr size_t FORWARD_BYTES = size_t(CHUNKS<D>) * 128 *
-                                 (2 * FORWARD_ROWS + 2 * STAGES * HOPPER_KEYS);
-
-#if HOPPER_PASS
-
-// The shared memory of a block in the forward pass.
+// The shared memory of a block in the forward pass: q, out, and STAGES tiles of k and of v. At 128
+// channels 192 KB, so an SM has one block.
 template <int D> struct ForwardShared {
     static constexpr int M = FORWARD_ROWS, N = HOPPER_KEYS, C = CHUNKS<D>;
     static constexpr int Q_BYTES = C * M * 128, K_BYTES = C * N * 128; // of a tile
+    static constexpr size_t BYTES = 2 * (Q_BYTES + STAGES * K_BYTES);
     unsigned char* q = dynamic_shared();     // (C, M, 64)
     unsigned char* out = q + Q_BYTES;        // (C, M, 64)
     unsigned char* k = out + Q_BYTES;        // (STAGES, C, N, 64)
@@ -350,15 +364,13 @@ template <int D> struct ForwardShared {
     uint64_t* v_free = k_free + STAGES;      // (STAGES)
 };
 
+#if HOPPER_PASS
 // Load every tile of keys that a tile of rows sees, up to STAGES ahead. i counts these tiles.
 template <typename T, int D>
 __device__ __forceinline__ void load_keys(const ForwardShared<D>& shared, const HopperMaps& maps,
                                           const HopperOperands<T>& x, const RowTile& rows, int& i,
                                           bool leader) {
     constexpr int N = HOPPER_KEYS;
-    constexpr int C = CHUNKS<D>;
-    constexpr int lane_keys = N / 32;
-    constexpr int K_BYTES = ForwardShared<D>::K_BYTES;
     const int lane = threadIdx.x % 32;
     const size_t b = rows.b;
     const KeyTiles<T, N> look = {x, b, x.row_spans[x.tile_at(b, rows.tile)]};
@@ -371,22 +383,21 @@ __device__ __forceinline__ void load_keys(const ForwardShared<D>& shared, const 
 
         // One barrier covers all chunks of a tile.
         auto load = [&](unsigned char* to, const CUtensorMap* map, uint64_t* full) {
-            mbar_expect_tx(full + stage, K_BYTES);
-            for (int c = 0; c < C; c++)
-                tma_load_4d(to + stage * K_BYTES + c * N * 128, map, full + stage, 64 * c,
-                            int(rows.kh), tile * N, int(b));
+            mbar_expect_tx(full + stage, shared.K_BYTES);
+            load_chunks<CHUNKS<D>>(to + stage * shared.K_BYTES, N, map, full + stage, rows.kh,
+                                   size_t(tile) * N, b);
         };
 
         // Read the positions that a mask will need from global memory while the stage is
         // still in use.
         const bool masked = !all || x.slopes;
-        int positions[lane_keys];
-        for (int j = 0; masked && j < lane_keys; j++)
+        int positions[N / 32];
+        for (int j = 0; masked && j < N / 32; j++)
             positions[j] = x.position_of(b, size_t(tile) * N + 32 * j + lane);
 
         // Wait until the stage is free again. The first STAGES waits return at once.
         mbar_wait(shared.k_free + stage, ring_parity(i) ^ 1);
-        for (int j = 0; masked && j < lane_keys; j++)
+        for (int j = 0; masked && j < N / 32; j++)
             shared.key_positions[i % POSITION_STAGES * N + 32 * j + lane] = positions[j];
         __syncwarp();
         if (leader) {
@@ -408,7 +419,6 @@ template <typename T, int D>
 __device__ __forceinline__ void forward_producer(const ForwardShared<D>& shared,
                                                  const HopperMaps& maps,
                                                  const HopperOperands<T>& x) {
-    constexpr int M = FORWARD_ROWS;
     constexpr int C = CHUNKS<D>;
     const bool leader = elect_one();
     for (int n = 0, i = 0;; n++) {
@@ -424,10 +434,8 @@ __device__ __forceinline__ void forward_producer(const ForwardShared<D>& shared,
             } else {
                 // Idle rows are not loaded and do not count as bytes.
                 mbar_expect_tx(shared.q_full, C * 128 * x.tile_rows);
-                for (int c = 0; c < C; c++)
-                    tma_load_4d(shared.q + c * M * 128, &maps.q, shared.q_full, 64 * c,
-                                int(rows.kh * x.group), int(rows.tile * (x.tile_rows / x.group)),
-                                int(rows.b));
+                load_chunks<C>(shared.q, FORWARD_ROWS, &maps.q, shared.q_full, rows.kh * x.group,
+                               rows.tile * (x.tile_rows / x.group), rows.b);
             }
         }
         __syncwarp();
@@ -631,28 +639,9 @@ __global__ void __launch_bounds__(HOPPER_THREADS, 1)
 
     const ForwardShared<D> shared = {.rows = rows, .key_positions = key_positions,
                                      .tile_notes = tile_notes, .q_full = barriers};
-    if (threadIdx.x == 0) {
-        // The table above gives the numbers of arrivals.
-        mbar_init(shared.q_full, 1);
-        mbar_init(shared.q_free, CONSUMER_WARPS + 1);
-        mbar_init(shared.out_full, CONSUMER_WARPS);
-        mbar_init(shared.out_free, 1);
-        for (int i = 0; i < STAGES; i++) {
-            mbar_init(shared.k_full + i, 1);
-            mbar_init(shared.v_full + i, 1);
-            mbar_init(shared.k_free + i, CONSUMER_WARPS);
-            mbar_init(shared.v_free + i, CONSUMER_WARPS);
-        }
-        mbar_init_fence();
-    }
-
-    // Prefetch the maps.
-    if (threadIdx.x == 32) {
-        tma_prefetch(&maps.q);
-        tma_prefetch(&maps.k);
-        tma_prefetch(&maps.v);
-        tma_prefetch(&maps.out);
-    }
+    // Arrivals as in the table above: those of q, of out, of the full and of the free k and v.
+    constexpr int W = CONSUMER_WARPS;
+    begin_block<1, W + 1, W, 1, 1, 1, 1, 1, W, W, W, W>(barriers, maps.q, maps.k, maps.v, maps.out);
     __syncthreads();
 
     // A role has a whole warpgroup: all four warps must execute setmaxnreg and wgmma.
@@ -690,14 +679,6 @@ __global__ void __launch_bounds__(HOPPER_THREADS, 1)
 //   EVERY_CONSUMER      256: consumers, their keys' dS^T is   consumers, before dS K over all keys
 //                          in shared memory
 
-// Shared memory: k, v, STAGES tiles of q, dout and dS^T, and dQ in float. 192 KB at 64 channels,
-// and at 128.
-template <int D>
-constexpr size_t BACKWARD_BYTES = 2 * size_t(CHUNKS<D>) * 128 *
-                                      (HOPPER_KEYS + STAGES * BACKWARD_ROWS<D>) +
-                                  STAGES * HOPPER_KEYS * BACKWARD_ROWS<D> * 2 +
-                                  PARTS * 64 * 64 * sizeof(float);
-
 // The index of a thread's four numbers among dQ's fragments. For each 8 columns j of a part, and
 // for each part, the threads of a warpgroup follow each other with four numbers each: two of row 16
 // warp + lane / 4, and two of the row 8 below.
@@ -705,13 +686,13 @@ __device__ inline size_t fragment_at(int j, int part, int thread) {
     return (size_t(j) * PARTS * WARPGROUP + size_t(part) * WARPGROUP + thread) * 4;
 }
 
-#if HOPPER_PASS
-
-// The shared memory of a block in the backward pass.
+// The shared memory of a block in the backward pass: k, v, STAGES tiles of q, dout and dS^T, and dQ
+// in float. 192 KB at 64 channels, and at 128.
 template <int D> struct BackwardShared {
     static constexpr int M = BACKWARD_ROWS<D>, N = HOPPER_KEYS, C = CHUNKS<D>;
     static constexpr int K_BYTES = C * N * 128, Q_BYTES = C * M * 128; // of a tile
     static constexpr int DS_BYTES = N * M * 2, DQ_BYTES = PARTS * 64 * 64 * int(sizeof(float));
+    static constexpr size_t BYTES = 2 * K_BYTES + STAGES * (2 * Q_BYTES + DS_BYTES) + DQ_BYTES;
     unsigned char* k = dynamic_shared();          // (C, N, 64)
     unsigned char* v = k + K_BYTES;               // (C, N, 64)
     unsigned char* q = v + K_BYTES;               // (STAGES, C, M, 64)
@@ -732,6 +713,7 @@ template <int D> struct BackwardShared {
     uint64_t* dout_free = q_free + STAGES;        // (STAGES)
 };
 
+#if HOPPER_PASS
 // The keys and the key head of a block. Blocks start in the order of `at`, which is the order in
 // which a tile's dQ is summed.
 struct KeyBlock {
@@ -760,22 +742,15 @@ __device__ __forceinline__ void backward_producer(const BackwardShared<D>& share
                                                   const HopperOperands<T>& x,
                                                   const KeyBlock& block, F look) {
     constexpr int M = BACKWARD_ROWS<D>;
-    constexpr int N = HOPPER_KEYS;
     constexpr int C = CHUNKS<D>;
-    constexpr int Q_BYTES = BackwardShared<D>::Q_BYTES;
     const size_t b = block.b;
     const size_t kh = block.kh;
-    const size_t key0 = block.key0();
     const bool leader = elect_one();
     if (leader) {
         // One barrier covers k and v, which are loaded once and stay.
         mbar_expect_tx(shared.k_full, 2 * BackwardShared<D>::K_BYTES);
-        for (int c = 0; c < C; c++) {
-            tma_load_4d(shared.k + c * N * 128, &maps.k, shared.k_full, 64 * c, int(kh), int(key0),
-                        int(b));
-            tma_load_4d(shared.v + c * N * 128, &maps.v, shared.k_full, 64 * c, int(kh), int(key0),
-                        int(b));
-        }
+        load_chunks<C>(shared.k, HOPPER_KEYS, &maps.k, shared.k_full, kh, block.key0(), b);
+        load_chunks<C>(shared.v, HOPPER_KEYS, &maps.v, shared.k_full, kh, block.key0(), b);
     }
 
     // Walk the tiles. A note of -1 ends them.
@@ -789,9 +764,8 @@ __device__ __forceinline__ void backward_producer(const BackwardShared<D>& share
         auto load = [&](unsigned char* to, const CUtensorMap* map, uint64_t* full,
                         unsigned more_bytes) {
             mbar_expect_tx(full + stage, C * 128 * x.tile_rows + more_bytes);
-            for (int c = 0; c < C; c++)
-                tma_load_4d(to + stage * Q_BYTES + c * M * 128, map, full + stage, 64 * c,
-                            int(kh * x.group), tile * int(x.tile_rows / x.group), int(b));
+            load_chunks<C>(to + stage * shared.Q_BYTES, M, map, full + stage, kh * x.group,
+                           tile * (x.tile_rows / x.group), b);
         };
         auto load_numbers = [&](auto* to, const auto* from, uint64_t* full) {
             bulk_load_1d(to + stage * M, from, M * sizeof(*to), full + stage);
@@ -888,8 +862,6 @@ __device__ __forceinline__ void
 backward_dq_and_dk(const BackwardShared<D>& shared, float (&sum_k)[CT][4], float (&sum_v)[CT][4],
                    const uint32_t (&ds_operand)[KT][4], int i, int me, uint32_t my_channels,
                    uint32_t my_ds, uint32_t q_at) {
-    constexpr int M = BACKWARD_ROWS<D>;
-    constexpr int N = HOPPER_KEYS;
     // Groups complete in order. The number in each wait below is how many may still be in flight.
     const int stage = ring_stage(i);
     const int thread = threadIdx.x % WARPGROUP;
@@ -898,20 +870,19 @@ backward_dq_and_dk(const BackwardShared<D>& shared, float (&sum_k)[CT][4], float
     float part[8][4];
     wg_fence();
     #pragma unroll
-    for (int n = 0; n < N / 16; n++)
+    for (int n = 0; n < HOPPER_KEYS / 16; n++)
         // Both operands are MN-major: dS^T and K are read as stored, and the sum runs over keys.
-        wgmma<T, 64, 1, 1>(
-            flat(part),
-            descriptor(my_ds + stage * BackwardShared<D>::DS_BYTES + n * 2048, 16, 1024),
-            descriptor(my_channels + n * 2048, 16, 1024), n != 0);
+        wgmma<T, 64, 1, 1>(flat(part),
+                           descriptor(my_ds + stage * shared.DS_BYTES + n * 2048, 16, 1024),
+                           descriptor(my_channels + n * 2048, 16, 1024), n != 0);
     wg_commit();
 
     // Wait for P^T dO, which was issued before; then issue dS^T Q.
     wg_wait<1>();
     hold(sum_v);
     release(shared.dout_free + stage);
-    issue_scores_times_rows<T, false>(sum_k, ds_operand,
-                                      q_at + stage * BackwardShared<D>::Q_BYTES, M);
+    issue_scores_times_rows<T, false>(sum_k, ds_operand, q_at + stage * shared.Q_BYTES,
+                                      BACKWARD_ROWS<D>);
 
     // Hand this part of dQ to the adder.
     wg_wait<1>();
@@ -1060,27 +1031,9 @@ __global__ void __launch_bounds__(HOPPER_THREADS, 1)
     const BackwardShared<D> shared = {.tile_lse = tile_lse, .tile_sums = tile_sums,
                                       .tile_ranges = tile_ranges, .key_positions = key_positions,
                                       .tile_notes = tile_notes, .k_full = barriers};
-    if (threadIdx.x == 0) {
-        mbar_init(shared.k_full, 1);
-        // The table above gives the numbers of arrivals.
-        mbar_init(shared.dq_full, CONSUMER_WARPS);
-        mbar_init(shared.dq_free, 1);
-        for (int i = 0; i < STAGES; i++) {
-            mbar_init(shared.q_full + i, 1);
-            mbar_init(shared.dout_full + i, 1);
-            mbar_init(shared.q_free + i, CONSUMER_WARPS);
-            mbar_init(shared.dout_free + i, CONSUMER_WARPS);
-        }
-        mbar_init_fence();
-    }
-
-    // Prefetch the maps.
-    if (threadIdx.x == 32) {
-        tma_prefetch(&maps.k);
-        tma_prefetch(&maps.v);
-        tma_prefetch(&maps.q);
-        tma_prefetch(&maps.dout);
-    }
+    // Arrivals as in the table above: those of k, of dq, of the full and of the free q and dout.
+    constexpr int W = CONSUMER_WARPS;
+    begin_block<1, W, 1, 1, 1, 1, 1, W, W, W, W>(barriers, maps.k, maps.v, maps.q, maps.dout);
 
     // Read the positions of the block's keys.
     const KeyBlock block = key_block_here(x);
@@ -1169,12 +1122,6 @@ __global__ void attention_hopper_dq_kernel(const Results<T> dq, const HopperOper
 // ----------------------------------------------------------------------------
 // launchers
 
-// The rows of a tile that are in use.
-inline unsigned rows_in_use(const AttentionDims& d, int tile) { // a whole number of groups
-    unsigned group = unsigned(d.NH / d.NKV);
-    return unsigned(tile) / group * group;
-}
-
 // Whether these kernels take the operands and results.
 template <typename T, typename... Rs>
 bool hopper_takes(const AttentionOperands<T>& x, const Rs*... results) {
@@ -1185,11 +1132,12 @@ bool hopper_takes(const AttentionOperands<T>& x, const Rs*... results) {
 template <typename T>
 size_t hopper_operands(HopperOperands<T>& x, const AttentionOperands<T>& operands, void* scratch,
                        bool backward) {
-    // Every tile of rows begins with a whole group, so that one box of TMA loads it.
+    // Every tile of rows has whole groups, so that one box of TMA loads it.
     const int backward_rows = operands.d.HS > 64 ? BACKWARD_ROWS<128> : BACKWARD_ROWS<64>;
-    const int tile = backward ? backward_rows : FORWARD_ROWS; // with idle rows
+    const unsigned tile = backward ? backward_rows : FORWARD_ROWS; // with idle rows
+    const unsigned group = unsigned(operands.d.NH / operands.d.NKV);
     Pieces pieces = {static_cast<unsigned char*>(scratch)};
-    take_rows(x, pieces, operands, tile, rows_in_use(operands.d, tile), 1, HOPPER_KEYS, backward);
+    take_rows(x, pieces, operands, tile, tile / group * group, 1, HOPPER_KEYS, backward);
     const size_t heads = x.d.B * x.d.NKV;
     const size_t channels = round_up(x.d.HS, 64);
     auto heads_in_l2 = [&](size_t head_bytes) {
@@ -1228,32 +1176,23 @@ inline size_t attention_hopper_scratch_bytes(const AttentionDims& d) {
     return std::max(forward, hopper_operands(x, operands, nullptr, true));
 }
 
-// The map of (B,n,heads,HS). A box is 64 channels of `box_heads` heads of `box_n` queries or keys.
-template <typename T>
-CUtensorMap heads_map(const T* x, const AttentionDims& d, size_t n, size_t heads, size_t stride,
-                      size_t batch, unsigned box_heads, unsigned box_n) {
-    return make_tensor_map(x, {d.HS, heads, n, d.B}, {d.HS, stride, batch},
-                           {64, box_heads, box_n, 1}, true);
-}
-
-// The maps of all operands.
+// The maps of all operands. A box is 64 channels: of a tile's keys in one head, or of a tile's
+// queries in all heads of a group.
 template <typename T>
 HopperMaps hopper_maps(const HopperOperands<T>& x, const T* out) {
     const AttentionDims& d = x.d;
-    // A box of q is one chunk: all heads of a group for the queries of a tile.
-    unsigned queries = x.tile_rows / x.group;
-    size_t out_row = d.NH * d.HS;
-    size_t out_batch = d.Tq * out_row;
-    HopperMaps m = {};
-    m.q = heads_map(x.q, d, d.Tq, d.NH, d.q_stride, d.q_batch, x.group, queries);
-    m.k = heads_map(x.k, d, d.Tk, d.NKV, d.k_stride, d.k_batch, 1, HOPPER_KEYS);
-    m.v = heads_map(x.v, d, d.Tk, d.NKV, d.k_stride, d.k_batch, 1, HOPPER_KEYS);
-    m.out = heads_map(out, d, d.Tq, d.NH, out_row, out_batch, x.group, queries);
+    auto rows = [&](const T* from, size_t stride, size_t batch) {
+        return make_tensor_map(from, {d.HS, d.NH, d.Tq, d.B}, {d.HS, stride, batch},
+                               {64, x.group, x.tile_rows / x.group, 1}, true);
+    };
+    auto keys = [&](const T* from) {
+        return make_tensor_map(from, {d.HS, d.NKV, d.Tk, d.B}, {d.HS, d.k_stride, d.k_batch},
+                               {64, 1, HOPPER_KEYS, 1}, true);
+    };
     // Forward has no dout; any valid map will do.
-    m.dout = m.out;
-    if (x.dout)
-        m.dout = heads_map(x.dout, d, d.Tq, d.NH, out_row, out_batch, x.group, queries);
-    return m;
+    const size_t row = d.NH * d.HS;
+    return {rows(x.q, d.q_stride, d.q_batch), keys(x.k), keys(x.v), rows(out, row, d.Tq * row),
+            rows(x.dout ? x.dout : out, row, d.Tq * row)};
 }
 
 // Call f(D) with HS rounded up to a size that has a kernel.
@@ -1277,7 +1216,7 @@ void attention_hopper_forward(T* out, float* lse, const AttentionOperands<T>& op
         HopperMaps maps = hopper_maps(x, out);
         pick_hopper_kernel(x.d.HS, [&](auto D) {
             launch_shared(attention_hopper_forward_kernel<T, D>, BLOCKS_AT_ONCE, HOPPER_THREADS,
-                          FORWARD_BYTES<D>, stream, maps, lse, x);
+                          ForwardShared<D>::BYTES, stream, maps, lse, x);
         });
     }
 }
@@ -1296,19 +1235,17 @@ void attention_hopper_backward(Q* dq, K* dk, K* dv, const T* out, const float* l
         HopperOperands<T> x = {};
         hopper_operands(x, operands, scratch, true);
         const AttentionDims& d = x.d;
-        const unsigned heads = unsigned(d.NKV);
-        const unsigned B = unsigned(d.B);
 
         // Compute the spans of the tiles, and lse and D of the rows; reset the turns.
         attention_statistics<T>(out, lse, x, stream);
 
         // Compute dK, dV and the sums of dQ, then dQ from its sums.
         HopperMaps maps = hopper_maps(x, out);
-        const unsigned grid = B * heads * x.key_tiles;
+        const unsigned grid = unsigned(d.B * d.NKV) * x.key_tiles;
         auto in = [&](auto* to) { return Results<T>(to, x.accumulate); };
         pick_hopper_kernel(d.HS, [&](auto D) {
             launch_shared(attention_hopper_backward_kernel<T, D>, grid, HOPPER_THREADS,
-                          BACKWARD_BYTES<D>, stream, maps, in(dk), in(dv), x);
+                          BackwardShared<D>::BYTES, stream, maps, in(dk), in(dv), x);
         });
         dim3 dq_grid(x.tiles * 4 * PARTS, unsigned(d.NKV), unsigned(d.B));
         launch(attention_hopper_dq_kernel<T>, dq_grid, WARPGROUP, 0, stream, in(dq), x);
