@@ -157,7 +157,7 @@ void queue_row(Check& c) {
         queue_case(c, {2, 700, 700, 2, 2, 8, 0}, 3);
         queue_case(c, {2, 700, 700, 2, 1, 8, 1}, 1);
         queue_case(c, {1, 700, 700, 2, 2, 8, 0, false, 128}, 2);
-        queue_case(c, {1, 700, 700, 1, 1, 8, 0, false, 129}, 1);
+        queue_case(c, {1, 641, 641, 1, 1, 8, 0, false, 129}, 1);
         queue_case(c, {2, 300, 900, 3, 1, 8, 2}, 2);
         queue_case(c, {2, 200, 500, 2, 2, 8, 3}, 4);
         queue_case(c, {1, 300, 1024, 1, 1, 8, 5, false, 200}, 1);
