@@ -296,8 +296,7 @@ void measure_attention(Measurements& m, const Comm& world, S where) {
         std::vector<Measured>& rows = plain ? m.plain : m.attention;
 
         std::string name = concat("attention ", type_name(type_of<T>()), " T ", tokens);
-        double forward = timed(world, where,
-                               [&] { attention_forward(x[4], lse, o, blas, where); });
+        double forward = timed(world, where, [&] { attention_forward(x[4], lse, o, blas, where); });
         double backward = timed(world, where, [&] {
             attention_backward(x[5], x[6], x[7], x[4], lse, o, blas, where);
         });

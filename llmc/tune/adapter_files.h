@@ -354,8 +354,7 @@ inline std::string read_adapter(const Model& base, const Parameter& p, size_t ex
 
 // Read which adapters a folder has, for a model that has none yet. Only headers are read, before
 // anything is allocated; load_adapters() reads the values later.
-inline std::string read_adapters(const Model& base, const std::string& folder,
-                                 Adapters* adapters) {
+inline std::string read_adapters(const Model& base, const std::string& folder, Adapters* adapters) {
     std::string path = peft_config_path(folder);
     Json j;
     SafeTensors file;
@@ -541,8 +540,7 @@ std::string write_adapters(const Trainer<T, S>& t, const std::string& folder, Ty
     }
     std::string wrong = first_error(t.comms.world, writes ? writer_close(&w) : "");
     if (!wrong.empty() || !writes) return wrong;
-    wrong = write_text_file(peft_config_path(folder),
-                            peft_config(t.model, base).dump(2) + "\n");
+    wrong = write_text_file(peft_config_path(folder), peft_config(t.model, base).dump(2) + "\n");
     return wrong.empty() ? sync_folder(folder) : wrong;
 }
 
