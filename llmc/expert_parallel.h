@@ -452,8 +452,7 @@ int* my_choices(const Ctx<S>& ctx, int* all) { // (n,K) of (N,K)
 template <typename S>
 void share_choices(Ctx<S>& ctx, int* all, const int* own) { // (N,K) (n,K)
     size_t n = routed_rows(ctx);
-    bool shared = n < ctx.batch.rows();
-    if (shared)
+    if (n < ctx.batch.rows())
         all_gather(ctx.tp, all, own, n * ctx.shape.experts.K, ctx.where);
 }
 

@@ -266,8 +266,7 @@ void block_parameters(Deepseek::Block& w, const Shape& s, Row row) {
 
     // Rows of the heads, and columns of o.
     size_t Q = s.NH * s.HS;
-    size_t kv = latent_heads(s).kv();
-    size_t KV = s.NH * kv;
+    size_t KV = s.NH * latent_heads(s).kv();
     size_t V = s.NH * s.latent.HS_v;
     Shard whole = {};
     Shard columns = {0};

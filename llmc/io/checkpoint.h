@@ -527,8 +527,7 @@ std::string checkpoint_save(const Trainer<T, S>& t, const CheckpointInfo& info,
 
     // 2. to 5. Write, exchange, and let the first rank finish.
     Written written = exchange_written(world, save, save_in_place(t, save));
-    std::string wrong = world.rank == 0 ? name_checkpoint(save, written) : "";
-    return agree_on_save(world, wrong);
+    return agree_on_save(world, world.rank == 0 ? name_checkpoint(save, written) : "");
 }
 
 } // namespace llmc

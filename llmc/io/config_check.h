@@ -859,9 +859,8 @@ inline std::string check_teacher(const Config& c, const Shape& model, const Shap
 
 // Check flags, and the teacher that they name: "" or what is wrong. Fills in what flags leave out.
 inline std::string check_with_teacher(Config& c, const Shape& model, const Shape& teacher) {
-    std::string wrong = config_check(c, model);
-    bool checks = wrong.empty() && wants_teacher(c);
-    return checks ? check_teacher(c, model, teacher) : wrong;
+    LLMC_TRY(config_check(c, model));
+    return wants_teacher(c) ? check_teacher(c, model, teacher) : "";
 }
 
 // ----------------------------------------------------------------------------

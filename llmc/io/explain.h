@@ -59,7 +59,6 @@ inline std::string memory_line(const char* what, size_t bytes, size_t total,
 inline std::string parameters_text(const Model& model) {
     size_t total = parameter_count(model);
     size_t matrices = 0, vectors = 0, padding = 0, adapters = 0; // elements
-    // Count the elements.
     for (const Parameter& p : model.parameters) {
         adapters += is_adapter(model, p) ? p.elements() : 0;
         (p.shape.size() == 2 ? matrices : vectors) += p.file_elements();

@@ -188,8 +188,7 @@ struct TextSlot {
 template <typename T, typename S>
 void copy_slot(Trainer<T, S>& t, int plan, size_t from, size_t to, size_t n) {
     if (from == to) return;
-    const Shape& s = t.ctx.shape;
-    size_t row = cached_elements(s);
+    size_t row = cached_elements(t.ctx.shape);
     size_t slot = t.plans[plan].cache * row;
     size_t bytes = n * row * sizeof(T);
     for (int l = 0; l < t.model.layers(); l++)
@@ -452,10 +451,8 @@ template <typename T, typename S> size_t guess_tokens(Generation<T, S>& g, size_
     for (size_t i = 0;; i++) {
         // Stop when no slot wants another guess.
         bool any = false;
-        for (size_t b = 0; b < B; b++) {
-            bool more = guess_token(g, b, nullptr);
-            any = any || more;
-        }
+        for (size_t b = 0; b < B; b++)
+            any |= guess_token(g, b, nullptr);
         if (!any) return i;
 
         // Read, and guess from the logits of each slot's last row.

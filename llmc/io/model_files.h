@@ -365,8 +365,7 @@ std::string model_file_load(Trainer<T, S>& t, const std::string& path, size_t* b
         to->floats = bring_floats(h, *tensor, 0, tensor->elements(), needs);
 
         // Reorder a Llama's queries and keys, which RoPE turns; values keep their order.
-        bool turns = p.name.ends_with("q_proj.weight") || p.name.ends_with("k_proj.weight");
-        if (turns)
+        if (p.name.ends_with("q_proj.weight") || p.name.ends_with("k_proj.weight"))
             to->floats = reorder_rotary(to->floats, t.model.shape.HS, p.cols(), true);
         return std::string();
     };

@@ -246,8 +246,7 @@ inline bool is_of_other_numbers(const Config& c, const Json& saved, const std::s
 
     // New adapters, a new prefix and a folder's exclude one another.
     const char* kinds[] = {"lora", "prefix", "adapter"};
-    bool kind = std::ranges::find(kinds, name) != std::end(kinds);
-    if (kind)
+    if (std::ranges::find(kinds, name) != std::end(kinds))
         return std::ranges::any_of(kinds, [&](std::string other) {
             return other != name && was_given(c, other);
         });
@@ -317,8 +316,7 @@ inline std::string take_run_model(Config& c) {
     std::string folder = c.model;
     if (!steps.empty())
         folder += "/" + step_folder(steps[0]);
-    bool is_checkpoint = file_type(folder + "/manifest.json");
-    if (steps.empty() && !is_checkpoint)
+    if (steps.empty() && !file_type(folder + "/manifest.json"))
         return "";
     Json manifest;
     std::string wrong = read_manifest(folder, &manifest);
@@ -362,8 +360,7 @@ inline std::string check_place_among_prompts(const Config& c, const Json& saved)
     bool both = has_rollouts(c) && saved.contains("loss") && saved["loss"] == c.loss;
     for (const char* name : {"group", "updates"}) {
         int now = strcmp(name, "group") == 0 ? c.group : c.updates;
-        bool differs = both && writes_folder(c) && saved.contains(name) && saved[name] != now;
-        if (differs)
+        if (both && writes_folder(c) && saved.contains(name) && saved[name] != now)
             return concat("--", name, " ", now, ": this run has ", json_word(saved[name]),
                           ", by which it counts its prompts: leave --", name,
                           " out, or start a new run from its weights");

@@ -220,8 +220,7 @@ template <typename T, typename S>
 void end_training(Run& run, Trainer<T, S>& t) {
     t.hooks.stopped = nullptr;
     save_at_the_end(run, t);
-    bool on_disk = run.saves.step == run.step;
-    if (run.saves.buddies && on_disk)
+    if (run.saves.buddies && run.saves.step == run.step)
         remove_buddies(run.world, *run.saves.buddies);
     if (!run.end.stopped)
         run.end.stopped = agree(run.world, {stop_signal, false}).stop;

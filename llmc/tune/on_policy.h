@@ -255,8 +255,7 @@ inline void take_means(Rollouts* r, const std::vector<double>& rewards, size_t g
         *sum /= double(answers);
 
     // Count the groups whose rewards are all equal: their advantages are 0, so they teach nothing.
-    size_t groups = answers / group;
-    r->equal = double(equal_groups(rewards, group)) / double(groups);
+    r->equal = double(equal_groups(rewards, group)) / double(answers / group);
 }
 
 // Log p of the answers' tokens under the weights as they are. All ranks call, and get the same.
