@@ -198,15 +198,12 @@ inline std::string rank_file(int rank) {
 // unfinished ones that a crash left.
 inline std::vector<int64_t> checkpoint_steps(const std::string& out, const char* ending = "") {
     std::vector<int64_t> steps;
-    if (DIR* d = opendir(out.c_str())) {
-        while (dirent* e = readdir(d)) {
-            long long step = -1;
-            // Write the name back and compare: step_5 or step_00000100.old is no such folder.
-            bool read = sscanf(e->d_name, "step_%lld", &step) == 1 && step >= 0;
-            if (read && step_folder(step) + ending == e->d_name)
-                steps.push_back(step);
-        }
-        closedir(d);
+    for (const std::string& name : names_in(out)) {
+        long long step = -1;
+        // Write the name back and compare: step_5 or step_00000100.old is no such folder.
+        bool read = sscanf(name.c_str(), "step_%lld", &step) == 1 && step >= 0;
+        if (read && step_folder(step) + ending == name)
+            steps.push_back(step);
     }
     std::sort(steps.rbegin(), steps.rend());
     return steps;

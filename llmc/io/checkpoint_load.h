@@ -276,8 +276,7 @@ inline std::string find_pieces(SavedFiles& files, const StateTensor& s,
     pieces->clear();
     for (size_t i = 0; i < files.open.size(); i++)
         LLMC_TRY(file_pieces(files, i, s, pieces));
-    auto before = [](const Piece& a, const Piece& b) { return a.global < b.global; };
-    std::sort(pieces->begin(), pieces->end(), before);
+    std::ranges::sort(*pieces, {}, &Piece::global);
 
     // Walk over the whole parameter: no gap, no overlap, nothing beyond its end.
     size_t reached = 0;

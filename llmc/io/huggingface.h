@@ -9,7 +9,6 @@
 //            AutoModelForCausalLM load it and generate.
 //   Every function that returns a text returns "" or one line that says what is wrong.
 #pragma once
-#include <dirent.h>
 #include <filesystem>
 #include "../access.h"
 #include "../adapters.h"
@@ -273,18 +272,6 @@ std::string change_json(ExportTokenizer* e, const std::string& name, F change) {
     change(j);
     text = j.dump(2) + "\n";
     return "";
-}
-
-// The names in a folder, or none if it is no folder.
-inline std::vector<std::string> names_in(const std::string& folder) {
-    std::vector<std::string> names;
-    if (DIR* d = opendir(folder.c_str())) {
-        while (dirent* e = readdir(d))
-            if (strcmp(e->d_name, ".") != 0 && strcmp(e->d_name, "..") != 0)
-                names.push_back(e->d_name);
-        closedir(d);
-    }
-    return names;
 }
 
 // Take over what the model's folder says beside its shape: keys of config.json that this program

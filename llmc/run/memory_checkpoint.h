@@ -21,6 +21,7 @@
 #include "../io/checkpoint.h"
 #include "../io/checkpoint_load.h"
 #include "../io/files.h"
+#include "../io/machines.h"
 #include "../io/manifest.h"
 #include "../io/one_reader.h"
 #include "../ops/types.h"
@@ -100,9 +101,7 @@ inline std::string make_buddies(const Comm& world, const std::string& dir, Buddi
     if (!wrong.empty()) return wrong;
 
     // Tell machines by the kernel's boot id, and folders on one machine by device and inode.
-    std::string boot;
-    std::ifstream("/proc/sys/kernel/random/boot_id") >> boot;
-    std::string mine = concat(boot, " ", s.st_dev, " ", s.st_ino);
+    std::string mine = concat(boot_name(), " ", s.st_dev, " ", s.st_ino);
     std::vector<std::string> all = gather_texts(world, mine);
     for (const std::string& place : all) {
         auto first = std::find(all.begin(), all.end(), place);
