@@ -221,13 +221,6 @@ template <typename F> std::string numbers_that(F works, size_t most, const char*
 // ----------------------------------------------------------------------------
 // the shape
 
-// Refuse a device that this program was not built for.
-inline std::string check_device(const Config& c) {
-    if (c.device == "cuda" && !LLMC_KERNELS)
-        return "--device cuda: this program is built without kernels: make DEVICE=cuda, or use "
-               "--device cpu";
-    return "";
-}
 
 // Refuse a shape that no block computes.
 inline std::string check_shape(const Shape& s) {
@@ -809,7 +802,9 @@ inline std::string config_check(Config& c, Shape s, int processes = 1) {
     s.experts.whole = s.experts.E && has_whole_experts(c);
 
     // First check what needs no other number: later messages then speak of a possible shape.
-    LLMC_TRY(check_device(c));
+    if (c.device == "cuda" && !LLMC_KERNELS)
+        return "--device cuda: this program is built without kernels: make DEVICE=cuda, or use "
+               "--device cpu";
     LLMC_TRY(check_pairs(c));
     LLMC_TRY(check_shape(s));
     LLMC_TRY(check_experts(c, s));

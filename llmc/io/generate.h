@@ -351,9 +351,11 @@ size_t read_prompts(Generation<T, S>& g, size_t slot, size_t count) {
     const Text* next = g.texts.data() + g.next_text;
     std::vector<size_t> past(count);
     std::vector<size_t> lengths(count);
+    std::vector<int> adapters(count);
     for (size_t i = 0; i < count; i++) {
         past[i] = next[i].cached;
         lengths[i] = next[i].prompt->size() - past[i];
+        adapters[i] = next[i].adapter;
     }
     size_t n = *std::max_element(lengths.begin(), lengths.end());
     std::vector<int> tokens(count * n);
@@ -361,9 +363,6 @@ size_t read_prompts(Generation<T, S>& g, size_t slot, size_t count) {
         std::copy_n(next[i].prompt->data() + past[i], lengths[i], tokens.data() + i * n);
 
     // Run, and remember the last prompt below: the next texts may have the same.
-    std::vector<int> adapters(count);
-    for (size_t i = 0; i < count; i++)
-        adapters[i] = next[i].adapter;
     generate_batch(g.t, g.plan, tokens.data(), count, n, past.data(), slot);
     g.t.ctx.batch.lengths = lengths.data();
     g.t.ctx.batch.adapters = adapters.data();

@@ -645,11 +645,7 @@ inline double expected_maximum(int n) {
     size_t below = size_t(power);
     return std::lerp(known[below], known[below + 1], power - double(below));
 }
-// Return how much longer the slowest of a stage's ranks computes than they do on average.
-inline double jitter_share(const CostModel& c, const Layout& layout) {
-    if (c.machine.jitter == 0) return 0;
-    return c.machine.jitter * expected_maximum(layout.world() / layout.pp.size);
-}
+
 
 // Return the parts of an action that runs a layer, on an average rank. B is I and W: each of them
 // has half of the products, and I has all the rest.
@@ -673,11 +669,12 @@ inline Times even_seconds(const CostModel& c, const Plan& p, const Model& model,
     t.products -= w.products;
     return a.op == Op::I ? t : w;
 }
-// Return the same on the slowest rank.
+// Return the same on the slowest of a stage's ranks.
 inline Times layer_seconds(const CostModel& c, const Plan& p, const Model& model, const Action& a) {
     Times t = even_seconds(c, p, model, a);
     double computing = t.products + t.attention + t.memory + t.recompute;
-    t.jitter = jitter_share(c, p.layout) * computing;
+    int ranks = p.layout.world() / p.layout.pp.size;
+    t.jitter = c.machine.jitter * expected_maximum(ranks) * computing;
     t.launch -= std::min(t.launch, t.jitter); // longer work hides more of the host's
     return t;
 }

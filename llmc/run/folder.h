@@ -75,19 +75,17 @@ inline std::string interval_text(double hours_of_a_rank, int ranks, double save_
 // ----------------------------------------------------------------------------
 // the folder is this run's
 
-// Whether a log has more than its first line, which holds the configuration.
-inline bool log_has_steps(const std::string& out) {
-    std::ifstream in(out + "/log.jsonl");
-    std::string line;
-    return std::getline(in, line) && std::getline(in, line);
-}
 
 // Describe the run that a folder holds; "": there is none that a new run could destroy.
 inline std::string run_in(const std::string& out) {
     std::vector<int64_t> steps = checkpoint_steps(out);
     if (!steps.empty())
         return concat("a run at step ", steps[0]);
-    return log_has_steps(out) ? "a run's log" : "";
+
+    // A log's first line holds the configuration; its steps follow.
+    std::ifstream log(out + "/log.jsonl");
+    std::string line;
+    return std::getline(log, line) && std::getline(log, line) ? "a run's log" : "";
 }
 
 // Lock the folder: "" or why not. The system releases the lock when the process ends,

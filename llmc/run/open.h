@@ -50,14 +50,15 @@ namespace llmc {
 // before there is a trainer
 
 // Complete the flags from the checkpoint; the command line takes precedence. Then read the model's
-// small files once for all processes, open the tokenizer, whose size may set the vocabulary, and
-// choose the model's shape.
+// small files once for all processes, open the tokenizer, whose size sets the vocabulary of new
+// weights without --vocab, and choose the model's shape.
 inline void choose_model(Run& run) {
     Config& c = run.config;
     adopt_checkpoint(run);
     share_small_files(run.world, c);
     open_tokenizer(run);
-    follow_tokenizer(run);
+    if (has_new_weights(c) && was_given(c, "tokenizer") && !was_given(c, "vocab"))
+        c.vocab = run.tokenizer.vocab_size;
     run.shape = choose_shape(c);
 }
 

@@ -125,14 +125,7 @@ inline std::vector<int> prompt_tokens(const Run& run, const std::string& prompt)
     return t.eot >= 0 ? std::vector<int>{t.eot} : encode(t, "\n");
 }
 
-// The number of positions that a sample may use.
-inline size_t choose_context_length(const Run& run) {
-    const Config& c = run.config;
-    bool new_weights = has_new_weights(c);
-    bool table = run.shape.embedding.position == Position::LEARNED;
-    size_t all = text_positions(run.shape);
-    return new_weights && table ? std::min(all, size_t(c.seq)) : all;
-}
+
 
 // Shorten a prompt that does not fit into the positions: keep its end, with room for the wanted
 // tokens after it, but for at most half of the positions. bos: a first token to restore; -1: none.
@@ -148,7 +141,10 @@ inline void shorten_prompt(std::vector<int>* tokens, int bos, size_t positions, 
 inline void choose_ends(Run& run, const char* flag) {
     LLMC_USER_CHECK(!flag || vocab_matches(run), "%s: %s", flag, foreign_tokenizer(run).c_str());
     run.samples.stop_tokens = choose_stop_tokens(run);
-    run.samples.context_length = choose_context_length(run);
+    size_t all = text_positions(run.shape), trained = size_t(run.config.seq);
+    bool table = run.shape.embedding.position == Position::LEARNED;
+    bool learns = has_new_weights(run.config) && table;
+    run.samples.context_length = learns ? std::min(all, trained) : all;
 }
 
 // The flags of samples, as generate() takes them.

@@ -540,7 +540,8 @@ std::string write_adapters(const Trainer<T, S>& t, const std::string& folder, Ty
     }
     std::string wrong = first_error(t.comms.world, writes ? writer_close(&w) : "");
     if (!wrong.empty() || !writes) return wrong;
-    return write_texts(folder, {{"adapter_config.json", peft_config(t.model, base).dump(2) + "\n"}});
+    std::string config = peft_config(t.model, base).dump(2) + "\n";
+    return write_texts(folder, {{"adapter_config.json", config}});
 }
 
 // Export a folder of adapters, completely or not at all. `base` is the model's name in the config.

@@ -318,16 +318,13 @@ inline std::string conversation_tokens(const Chat& chat, const Json& line, LineP
     return wrong;
 }
 
-// Whether two messages are the same text of the same role. Weights and inputs do not matter.
-inline bool same_message(const ChatMessage& a, const ChatMessage& b) {
-    return a.role == b.role && a.text == b.text;
-}
 
-// Leave the messages untrained with which both conversations begin: they are the question.
+// Leave the messages untrained with which both conversations begin: they are the question. Weights
+// and inputs do not matter.
 inline void leave_common_start(Conversation& chosen, Conversation& rejected) {
     size_t shortest = std::min(chosen.size(), rejected.size());
     for (size_t i = 0; i < shortest; i++) {
-        if (!same_message(chosen[i], rejected[i]))
+        if (chosen[i].role != rejected[i].role || chosen[i].text != rejected[i].text)
             break;
         chosen[i].trained = rejected[i].trained = false;
     }

@@ -184,7 +184,8 @@ std::string write_prefix(const Trainer<T, S>& t, const std::string& folder, Type
     }
     std::string wrong = first_error(t.comms.world, writes ? writer_close(&w) : "");
     if (!wrong.empty() || !writes) return wrong;
-    return write_texts(folder, {{"adapter_config.json", prefix_config(s, base).dump(2) + "\n"}});
+    std::string config = prefix_config(s, base).dump(2) + "\n";
+    return write_texts(folder, {{"adapter_config.json", config}});
 }
 
 // Export what was trained beside the base, of either kind: completely or not at all. beside: the
