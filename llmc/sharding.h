@@ -297,11 +297,10 @@ constexpr size_t SECOND_ALIGN = 128;
 // A row knows its parameter's name, and the place of each element in the whole parameter, so that
 // stochastic rounding is the same for all shards and pieces.
 inline std::vector<TensorRow> tensor_rows(const Model& model, int bucket, size_t from, size_t to) {
-    const Bucket& b = model.buckets[bucket];
     std::vector<TensorRow> rows;
     size_t state = 0;  // bytes of the 8-bit moments of all rows before
     size_t second = 0; // elements of their second moments, where Muon's matrices have none
-    for (int i : b.in_order) {
+    for (int i : model.buckets[bucket].in_order) {
         const Parameter& p = model.parameters[i];
         size_t start = std::max(p.offset, from);
         size_t end = std::min(p.offset + p.local_elements(), to);

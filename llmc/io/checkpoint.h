@@ -450,8 +450,7 @@ struct Save {
 template <typename T, typename S>
 std::string save_begin(const Trainer<T, S>& t, Save& save, bool makes) {
     // Each step ends in first_error(): no rank continues alone, and none waits for one that failed.
-    const Comm& world = t.comms.world;
-    LLMC_TRY(first_error(world, makes ? make_temporary(save.out, save.temporary()) : ""));
+    LLMC_TRY(first_error(t.comms.world, makes ? make_temporary(save.out, save.temporary()) : ""));
     save.manifest = manifest_of(t, save.info);
     save.file = rank_file_of(t);
     return "";

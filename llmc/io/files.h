@@ -317,9 +317,8 @@ inline void remember_mapping(const std::string& path, void* begin, size_t bytes)
 inline std::string map_whole_file(const std::string& path, void** begin, size_t* bytes,
                                   struct stat* s) {
     int fd = -1;
-    std::string wrong = open_regular(path, &fd, s);
-    if (!wrong.empty()) return wrong;
-    if (s->st_size == 0) wrong = path + ": is empty";
+    LLMC_TRY(open_regular(path, &fd, s));
+    std::string wrong = s->st_size == 0 ? path + ": is empty" : "";
 
     // Map it. The mapping outlives the file descriptor.
     void* p = wrong.empty() ? mmap(nullptr, s->st_size, PROT_READ, MAP_PRIVATE, fd, 0) : nullptr;

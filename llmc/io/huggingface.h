@@ -525,7 +525,6 @@ template <typename T, typename S>
 std::string write_export_file(const Trainer<T, S>& t, const std::string& path, size_t first,
                               size_t last, const std::vector<TensorSpec>& specs, Type dtype,
                               MergeSums* merged) {
-    const std::vector<Parameter>& table = t.model.parameters;
     // Write one parameter at a time: the host holds one, as floats, and the gates of experts until
     // their ups come.
     std::vector<float> joined;
@@ -533,7 +532,7 @@ std::string write_export_file(const Trainer<T, S>& t, const std::string& path, s
     bool writes = t.comms.world.rank == 0;
     if (writes) writer_open(&w, path, specs, {{"format", "pt"}});
     for (size_t i = first; i < last; i++) {
-        const Parameter& p = table[i];
+        const Parameter& p = t.model.parameters[i];
         if (is_adapter(t.model, p)) continue;
 
         // Merge adapters on all ranks, then write on the first.
@@ -588,7 +587,6 @@ template <typename T, typename S>
 std::string write_export(const Trainer<T, S>& t, const std::string& folder, Type dtype,
                          size_t shard_bytes, const ExportTokenizer& tokenizer,
                          MergeSums* merged) {
-    const std::vector<Parameter>& table = t.model.parameters;
     ExportShards shards = export_shards(t.model, dtype, shard_bytes);
     size_t files = shards.starts.size();
 
@@ -598,7 +596,7 @@ std::string write_export(const Trainer<T, S>& t, const std::string& folder, Type
         std::string name = "model.safetensors";
         if (files > 1) name = formatted("model-%05zu-of-%05zu.safetensors", f + 1, files);
         size_t first = shards.starts[f];
-        size_t last = f + 1 < files ? shards.starts[f + 1] : table.size();
+        size_t last = f + 1 < files ? shards.starts[f + 1] : t.model.parameters.size();
         std::string path = folder + "/" + name;
         std::vector<TensorSpec> specs = export_specs(t.model, first, last, dtype);
         LLMC_TRY(write_export_file(t, path, first, last, specs, dtype, merged));

@@ -466,7 +466,6 @@ inline std::string choose_adapters(const Model& base, const LoraOptions& o, Adap
             return "--lora-targets experts: not built for " + base.shape.hf_type +
                    ", whose files join all experts: give all or attention";
         for (const Parameter& p : base.parameters) {
-            std::string module = module_of(p);
             if (!adaptable(base, p) || !flag_targets(target, p))
                 continue;
             if (!blocks[size_t(p.layer - 1)]) continue; // layer 1 is block 0
@@ -478,7 +477,7 @@ inline std::string choose_adapters(const Model& base, const LoraOptions& o, Adap
             if (o.rank > most)
                 return concat("--lora ", o.rank, " is beyond ", p.name, ", which is ", rows, " x ",
                               p.cols(), ": use --lora ", most, " or less");
-            (*adapters)[module] = {o.rank, lora_scale(o)};
+            (*adapters)[module_of(p)] = {o.rank, lora_scale(o)};
         }
         if (!any)
             return concat("--lora-targets ", target, ": no matrix of a block ",

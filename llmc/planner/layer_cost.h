@@ -59,7 +59,6 @@ inline double last_product_flops(const Shape& s) {
 // functions are bound by memory, and do not count.
 inline double recompute_flops(const Shape& s, size_t T, Recompute level) {
     double C = double(s.C);
-    double F = width_of_ffn(s);
     double Q = double(s.NH * s.HS);
     double KV = double(s.NKV * s.HS);
     double matrices = s.latent.kv ? latent_elements(s) : C * (2 * Q + 2 * KV);
@@ -68,7 +67,7 @@ inline double recompute_flops(const Shape& s, size_t T, Recompute level) {
         flops += 2 * matrices + 2 * double(T) * attention_channels(s);
     // A norm after the last product needs it again.
     if (redoes_ffn(level))
-        flops += 2 * C * F * (widening_products(s) + int(s.block.post_norm));
+        flops += 2 * C * width_of_ffn(s) * (widening_products(s) + int(s.block.post_norm));
     return flops;
 }
 

@@ -124,9 +124,8 @@ inline std::string make_folder(Run& run) {
     std::filesystem::create_directories(c.out, error);
     if (error)
         return "--out " + c.out + ": cannot be made: " + error.message();
-    std::string unlocked, wrong = lock_folder(c.out, &unlocked);
-    if (!wrong.empty())
-        return wrong;
+    std::string unlocked;
+    LLMC_TRY(lock_folder(c.out, &unlocked));
     if (!unlocked.empty())
         note(run, concat("--out ", c.out, " cannot be locked (", unlocked,
                          "): see that no second run writes there"));

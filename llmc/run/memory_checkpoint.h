@@ -97,8 +97,7 @@ inline std::string make_buddies(const Comm& world, const std::string& dir, Buddi
     if (!there || !S_ISDIR(s.st_mode))
         wrong = concat("--buddy ", b->folder, ": cannot be made: ",
                        error ? error.message() : "it is no folder");
-    wrong = first_error(world, wrong);
-    if (!wrong.empty()) return wrong;
+    LLMC_TRY(first_error(world, wrong));
 
     // Tell machines by the kernel's boot id, and folders on one machine by device and inode.
     std::string mine = concat(boot_name(), " ", s.st_dev, " ", s.st_ino);

@@ -591,9 +591,8 @@ inline std::string fit_conversation(Run& run, Talk& talk) {
     size_t forgotten = 0;
     size_t room = std::min(size_t(run.config.sample_tokens), positions / 2);
     for (;;) {
-        std::string wrong = chat_prompt(run.chat, talk.messages, &talk.prompt);
+        LLMC_TRY(chat_prompt(run.chat, talk.messages, &talk.prompt));
         size_t n = talk.prompt.size();
-        if (!wrong.empty()) return wrong;
         if (n + room <= positions) break;
         if (talk.messages.size() == 1)
             return concat("the question has ", n, " tokens, ", n + room - positions,
@@ -653,8 +652,7 @@ void answer_question(Run& run, Trainer<T, S>& t, Talk& talk) {
     // Generate, and remember why the answer ended: only a token means that nothing is missing.
     Ended why = Ended::BY_STOP;
     auto end = [&](int64_t, Ended ended) { why = ended; };
-    size_t most_tokens = size_t(run.config.sample_tokens);
-    generate(t, run.plans.generate, texts, most_tokens, how, emit, end);
+    generate(t, run.plans.generate, texts, size_t(run.config.sample_tokens), how, emit, end);
     print(true);
     if (is_first_rank(run)) printf("\n");
 

@@ -65,9 +65,9 @@ inline Merging merging_of(const Json& j) {
 // Find how a folder's adapters are read.
 inline std::string merging_of(const std::string& folder, Merging* merging) {
     Json j;
-    std::string wrong = read_json(peft_config_path(folder), &j);
-    if (wrong.empty()) *merging = merging_of(j);
-    return wrong;
+    LLMC_TRY(read_json(peft_config_path(folder), &j));
+    *merging = merging_of(j);
+    return "";
 }
 
 // Refuse options that compute another function of A and B, or that train more than them.

@@ -85,10 +85,8 @@ inline std::string read_messages(const Json& list, const char* role, const char*
         ChatMessage m;
         if (!each.is_object()) return "has a message that is no object";
         std::string wrong = take_string(each, role, true, &m.role);
-        if (wrong.empty())
-            wrong = refuse_tool(each, m.role);
-        if (wrong.empty())
-            wrong = take_content(each, text, &m.text);
+        if (wrong.empty()) wrong = refuse_tool(each, m.role);
+        if (wrong.empty()) wrong = take_content(each, text, &m.text);
         if (!wrong.empty())
             return concat("message ", out->size() + 1, " ", wrong);
         m.role = usual_role(m.role);
@@ -311,11 +309,10 @@ inline std::string conversation_tokens(const Chat& chat, const Json& line, LineP
                                        ConversationCounts* counts) {
     ChatTokens written;
     bool ready = line.contains("input_ids");
-    std::string wrong = ready ? read_tokens(line, chat.tokenizer->vocab_size, &written)
-                              : chat_tokens(chat, parts[ASKED], &written);
-    if (wrong.empty())
-        *tokens = marked_tokens(written, T, counts);
-    return wrong;
+    LLMC_TRY(ready ? read_tokens(line, chat.tokenizer->vocab_size, &written)
+                   : chat_tokens(chat, parts[ASKED], &written));
+    *tokens = marked_tokens(written, T, counts);
+    return "";
 }
 
 
@@ -430,10 +427,9 @@ inline std::vector<int> pack_lines(const DataKind& kind, const Chat& chat, std::
     std::vector<std::vector<int>> records;
     read_records(text, line, path, counts, [&](const Json& j) {
         std::vector<int> tokens;
-        std::string wrong = line_tokens(kind, chat, j, T, &tokens, counts);
-        if (wrong.empty())
-            records.push_back(std::move(tokens));
-        return wrong;
+        LLMC_TRY(line_tokens(kind, chat, j, T, &tokens, counts));
+        records.push_back(std::move(tokens));
+        return std::string();
     });
     return pack_windows(std::move(records), T, chat.end);
 }
