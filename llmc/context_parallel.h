@@ -110,7 +110,8 @@ void* attention_scratch(const AttentionDims& d, Blas& blas, auto stream) {
     return blas.scratch;
 }
 template <typename T, typename O, typename S>
-void attention_forward(O* out, acc_t<T>* lse, const AttentionOperands<T>& x, Blas& blas, S stream) {
+void attention_forward(O* out, acc_t<T>* lse, const AttentionOperands<T>& x, Blas& blas,
+                       S stream) {
     attention_forward(out, lse, x, attention_scratch<T>(x.d, blas, stream), stream);
 }
 template <typename T, typename Q, typename K, typename S>

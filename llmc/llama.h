@@ -648,7 +648,8 @@ void add_values(Ctx<S>& ctx, const T* rows, const AttentionWeights& w, // (R,C)
     // Gather the few channels that the gates of all heads read.
     size_t W = w.value_gate.cols;
     T* mine = my_rows(ctx, a.gate_rows, W); // (R,W)
-    round_rows(mine, W, rows, ctx.shape.C, R, W, ctx.where);
+    round_rows(mine, W, rows, ctx.shape.C,
+               R, W, ctx.where);
     gather_rows(ctx, a.gate_rows, mine, W);
     const T* no_residual = nullptr;
     linear_forward(a.gate_logits, a.gate_rows, w.value_gate, nullptr,
@@ -664,7 +665,8 @@ void add_values(Ctx<S>& ctx, const T* rows, const AttentionWeights& w, // (R,C)
     size_t HS = ctx.shape.HS;
     size_t heads = N * w.value_gate.rows;
     RowGate<T, true> gate = {a.gate_logits, VALUE_SCALE};
-    round_rows(a.v, HS, a.values, HS, heads, HS, ctx.where, gate);
+    round_rows(a.v, HS, a.values, HS,
+               heads, HS, ctx.where, gate);
 }
 
 // Walk back from dv to the table's rows and to the logits.
@@ -676,13 +678,16 @@ void values_backward(Ctx<S>& ctx, const AttentionWeights& w, const AttentionActs
 
     // Scale dv by the gates.
     RowGate<T, false> gate = {a.gate_logits, VALUE_SCALE};
-    round_rows(a.dvalues, HS, a.dv, HS, heads, HS, ctx.where, gate);
+    round_rows(a.dvalues, HS, a.dv, HS,
+               heads, HS, ctx.where, gate);
 
     // Scale the products with dv by the gates' slopes.
     const T* no_weight = nullptr;
-    rmsnorm_row_sums(a.gate_dots, a.values, a.dv, no_weight, heads, HS, 1, ctx.where);
+    rmsnorm_row_sums(a.gate_dots, a.values, a.dv, no_weight,
+                     heads, HS, 1, ctx.where);
     gate.by = Gated::SLOPE;
-    round_rows(a.dgate_logits, 1, a.gate_dots, 1, heads, 1, ctx.where, gate);
+    round_rows(a.dgate_logits, 1, a.gate_dots, 1,
+               heads, 1, ctx.where, gate);
 }
 
 // dnorm_1 += what goes back through the gates of all ranks' heads.
@@ -699,7 +704,8 @@ void values_backward_input(Ctx<S>& ctx, const AttentionWeights& w, const Attenti
     T* mine = my_rows(ctx, a.dgate_rows, W); // (R,W)
     sum_rows(ctx, mine, a.dgate_rows, W);
     RowGate<T, true> sum;
-    round_rows(a.dnorm_1, ctx.shape.C, mine, W, R, W, ctx.where, sum);
+    round_rows(a.dnorm_1, ctx.shape.C, mine, W,
+               R, W, ctx.where, sum);
 }
 
 // The gradients of the table and of its gate.
@@ -751,7 +757,8 @@ void first_branch_forward(Ctx<S>& ctx, const T* inp, // (R,C)
 // norms. Attention rotates q and k in place, so without it they are rotated here.
 template <typename T, typename S>
 void first_branch_recompute(Ctx<S>& ctx, const T* inp, // (R,C)
-                            const AttentionWeights& w, const AttentionActs<T>& a, Recompute level) {
+                            const AttentionWeights& w, const AttentionActs<T>& a,
+                            Recompute level) {
     const Shape& s = ctx.shape;
     T* no_cache = nullptr;
     const T* rows = first_rows(ctx, a, inp, w.norm_1); // (R,C)

@@ -54,7 +54,8 @@ struct MuonMatrix {
 inline std::vector<int> muon_ranks(const Layout& me, Group group) {
     return ranks_where(me, [&](const Layout& other) {
         bool same_stage = other.pp.rank == me.pp.rank;
-        bool same_experts = group == Group::DATA || expert_axis(other).rank == expert_axis(me).rank;
+        bool same_experts =
+            group == Group::DATA || expert_axis(other).rank == expert_axis(me).rank;
         bool same_replica =
             me.weights_near || replica_axis(other, group).rank == replica_axis(me, group).rank;
         return same_stage && same_experts && same_replica;

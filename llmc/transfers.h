@@ -265,7 +265,8 @@ InFlight<S> start_publish(Trainer<T, S>& t, const Action& a) {
     T* mine = updated_part<T>(t, weight, range);
     const DataComms& data = t.comms.data(t.model.buckets[a.bucket].group);
     const Comm& ranks = t.layout.weights_near ? data.replica : data.shard;
-    return {start_all_gather(ranks, address<T>(t, weight), mine, range.count, comm_where(t, a.op))};
+    return {start_all_gather(ranks, address<T>(t, weight), mine, range.count,
+                             comm_where(t, a.op))};
 }
 
 // Post all messages of an exchange together, so that no send waits for a receive after it.

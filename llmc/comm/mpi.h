@@ -453,7 +453,8 @@ inline void mpi_share_notes(MPI_Comm world, RankInfo& info) {
     size_t notes = size_t(ranks) * sizeof(RankNote), room = notes + sizeof(RankNote);
     MPI_Aint bytes = rank == 0 ? MPI_Aint(room) : 0;
     void* memory = nullptr;
-    LLMC_MPI_CHECK(MPI_Win_allocate_shared(bytes, 1, MPI_INFO_NULL, machine, &memory, &window));
+    LLMC_MPI_CHECK(
+        MPI_Win_allocate_shared(bytes, 1, MPI_INFO_NULL, machine, &memory, &window));
     LLMC_MPI_CHECK(MPI_Win_shared_query(window, 0, &bytes, &unit, &memory));
 
     // Make this rank's note, and wait until all notes are made.

@@ -63,7 +63,8 @@ struct NoteWait {
     RankNote* own;
     bool counts;
     double begin = clock_seconds();
-    explicit NoteWait(const RankNotes& notes, bool counts = true) : own(notes.own), counts(counts) {
+    explicit NoteWait(const RankNotes& notes, bool counts = true)
+        : own(notes.own), counts(counts) {
         sign();
         if (own) own->waits = true;
     }

@@ -152,7 +152,8 @@ inline std::string duration_text(double seconds) {
 // A rate: 1.20M, 83.2k, 512
 inline std::string rate_text(double per_second) {
     if (per_second >= 1e6) return formatted("%.2fM", per_second / 1e6);
-    return per_second >= 1e3 ? formatted("%.1fk", per_second / 1e3) : formatted("%.0f", per_second);
+    return per_second >= 1e3 ? formatted("%.1fk", per_second / 1e3)
+                             : formatted("%.0f", per_second);
 }
 
 } // namespace llmc

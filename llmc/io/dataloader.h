@@ -209,7 +209,8 @@ inline std::string read_shard_header(DataFile* f, size_t bytes, const std::strin
     // The header is 256 words: magic number, version, count of tokens; the rest is 0.
     int32_t header[256];
     if (bytes < sizeof(header))
-        return concat(f->path, ": ", bytes, " bytes are no token shard: its header alone has 1024");
+        return concat(f->path, ": ", bytes,
+                      " bytes are no token shard: its header alone has 1024");
     memcpy(header, f->tokens, sizeof(header));
 
     // The magic number determines the version, which determines the width of a token.

@@ -327,7 +327,8 @@ ParameterBytes parameter_bytes(const PlanOptions& options, const Model& model) {
 // Describe these bytes, and what ZeRO leaves of them on a rank. If ranks share out experts, a third
 // figure is what a rank keeps for each parameter of all experts.
 template <typename T>
-std::string parameter_text(const Layout& layout, const PlanOptions& options, const Model& model) {
+std::string parameter_text(const Layout& layout, const PlanOptions& options,
+                           const Model& model) {
     int shards = update_axis(layout, Group::DATA).size;
     int near = layout.weights_near ? layout.zero_group : 0;
     ParameterBytes whole = parameter_bytes<T>(options, model);

@@ -50,7 +50,8 @@ inline std::string hf_check_tensor(const HfFiles& h, const std::string& name,
         return concat("tensor ", t->name, " has the shape ", shape_text(t->shape),
                       ", config.json asks for ", shape_text(shape));
     if (!is_float_dtype(t->dtype))
-        return concat("tensor ", t->name, " is ", t->dtype, "; F32, F16, BF16 and F64 can be read");
+        return concat("tensor ", t->name, " is ", t->dtype,
+                      "; F32, F16, BF16 and F64 can be read");
     return "";
 }
 
@@ -376,7 +377,8 @@ inline std::string export_folder(std::string path) {
 
 // Check that an export may be written to a folder: only an older export may be in it. carried: the
 // names of files that this one replaces.
-inline std::string hf_check_folder(const std::string& folder, const TextFiles& carried) {
+inline std::string hf_check_folder(const std::string& folder,
+                                   const TextFiles& carried) {
     // Refuse the current folder, which cannot be exchanged for another.
     std::error_code none;
     std::string path = export_folder(folder);

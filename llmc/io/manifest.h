@@ -64,7 +64,10 @@ inline std::string check_file_entry(const Json& f) {
 
 // fp16's loss scale, and how far its rule has counted, as JSON.
 inline Json loss_scale_json(const LossScale& s) {
-    return {{"scale", s.now}, {"clean", s.clean}, {"spent", s.spent}, {"skipped", s.skipped}};
+    return {{"scale", s.now},
+            {"clean", s.clean},
+            {"spent", s.spent},
+            {"skipped", s.skipped}};
 }
 // The way back. check_loss_scale() has checked the fields.
 inline LossScale loss_scale_of(const Json& j) {

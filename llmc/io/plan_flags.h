@@ -253,7 +253,8 @@ inline std::string take_depth(Config& c, std::string* says) {
     set("layers", D);
     set("channels", C);
     set("heads", C / 128);
-    end(values ? ", without smear and backout" : ", without value embeddings, smear and backout");
+    end(values ? ", without smear and backout"
+               : ", without value embeddings, smear and backout");
 
     // The batch grows with the weights, counted against those of a depth of 12.
     size_t V = c.vocab ? size_t(c.vocab) : 32768;

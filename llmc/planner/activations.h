@@ -313,7 +313,8 @@ template <typename T, typename S> struct ActivationSearch {
 };
 
 // Return the seconds of a rank's compute and moves, and how many of them it waits for moves.
-inline std::pair<double, double> seconds_alone(Plan p, const Model& model, const CostModel& cost) {
+inline std::pair<double, double> seconds_alone(Plan p, const Model& model,
+                                               const CostModel& cost) {
     auto meets = [](const Action& a) { return needs_others(a.op); };
     std::erase_if(p.actions, meets);
     StepTime step = simulate_step({p}, model, action_cost(cost, model));

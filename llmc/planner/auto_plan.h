@@ -46,7 +46,8 @@ inline std::string command_text(const Config& user, const PlanQuestion& q, const
         std::string value = field_text(user, f.field);
         text += concat(" --", f.name, " ", shell_word(value));
     }
-    return text + concat(" --batch-tokens ", q.config.batch_tokens, " ", layout_flags_text(layout));
+    return text + concat(" --batch-tokens ", q.config.batch_tokens, " ",
+                         layout_flags_text(layout));
 }
 
 // A trial of the answer, by the name that its row has.

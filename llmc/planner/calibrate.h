@@ -294,7 +294,8 @@ void measure_attention(Measurements& m, const Comm& world, S where) {
         std::vector<Measured>& rows = plain ? m.plain : m.attention;
 
         std::string name = concat("attention ", type_name(type_of<T>()), " T ", tokens);
-        double forward = timed(world, where, [&] { attention_forward(x[4], lse, o, blas, where); });
+        double forward = timed(world, where,
+                               [&] { attention_forward(x[4], lse, o, blas, where); });
         double backward = timed(world, where, [&] {
             attention_backward(x[5], x[6], x[7], x[4], lse, o, blas, where);
         });
@@ -337,7 +338,13 @@ void measure_updates(Measurements& m, const Comm& world, S where) {
         // Compare with the time of so many bytes at the peak.
         size_t each = 2 * sizeof(T) + (master ? 2 * sizeof(float) : 0) + 5 * sizeof(A);
         double whole = double(n * each) / (m.machine.memory_tb * 1e12);
-        AdamW h = {.lr = 0, .beta1 = 0.9f, .beta2 = 0.95f, .eps = 1e-8f, .decay = 0};
+        AdamW h = {
+            .lr = 0,
+            .beta1 = 0.9f,
+            .beta2 = 0.95f,
+            .eps = 1e-8f,
+            .decay = 0,
+        };
         const StepScale* no_scale = nullptr;
         std::string name = concat("update ", type_name(type_of<T>()), " of ", n >> 20, "M");
         m.memory.push_back({name, timed(world, where, [&] {

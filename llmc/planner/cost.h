@@ -167,7 +167,8 @@ inline double tier_rate(const Machine& machine, Tier tier) {
 }
 
 // Return the seconds of a move between tiers, one way.
-inline double move_seconds(const CostModel& c, const Plan& p, const Model& model, const Action& a) {
+inline double move_seconds(const CostModel& c, const Plan& p, const Model& model,
+                           const Action& a) {
     if (!c.bytes) return 0;
 
     // Add up the bytes. The rate is that of the tier that they leave the device for, or come from.

@@ -125,7 +125,8 @@ inline BucketLinks bucket_links(const Layout& layout, const Machine& machine, Gr
     if (group == Group::EXPERTS) near = std::max(1, near / layout.ep);
     int shards = shard_axis(layout, group).size;
     int replicas = replica_axis(layout, group).size;
-    return {link_of(machine, shards, near), link_of(machine, replicas, std::max(1, near / shards))};
+    return {link_of(machine, shards, near),
+            link_of(machine, replicas, std::max(1, near / shards))};
 }
 
 } // namespace llmc

@@ -119,7 +119,8 @@ struct LineForm {
 
 constexpr const char* PAIR_HINT = ": a pair has \"prompt\", \"chosen\" and \"rejected\"; "
                                   "conversations are for --loss sft";
-constexpr const char* IS_A_PAIR = "is a pair of answers: give --loss dpo, or ipo, simpo, orpo, kto";
+constexpr const char* IS_A_PAIR =
+    "is a pair of answers: give --loss dpo, or ipo, simpo, orpo, kto";
 
 // The forms of conversations: OpenAI's, ShareGPT's, a prompt and its completion, Alpaca's; and
 // lines that are tokenized already.

@@ -196,7 +196,8 @@ void open_teacher(Run& run, Trainer<T, S>& t, const std::vector<PlanOptions>& pl
     teacher->t.ctx.where = t.ctx.where;
     place_teacher(run, plans, run.world.rank, *teacher);
     const Layout& layout = teacher->t.layout;
-    teacher->t.comms = make_comms(run.world, layout, ranks_of_kv_head(layout, teacher->t.model));
+    teacher->t.comms =
+        make_comms(run.world, layout, ranks_of_kv_head(layout, teacher->t.model));
     teacher_allocate(*teacher);
 
     // Load its weights.
