@@ -336,8 +336,7 @@ inline PlanOptions generate_options(const Run& run, PlanOptions generate) {
     size_t texts = run.samples.prompts.size() * size_t(c.samples);
     if (answers_are_shared(c))
         texts = ceil_div(texts, size_t(c.dp));
-    // Samples are printed token by token, so one at a time; completions go to a file, --slots at a
-    // time.
+    // Samples are printed token by token, so one at a time; completions go to a file, so --slots.
     generate.B = c.prompts.empty() ? 1 : std::min(size_t(c.slots), texts);
 
     // Hold the longest text.

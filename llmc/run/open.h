@@ -260,11 +260,4 @@ void load_model(Run& run, Trainer<T, S>& t) {
     init_weights(t, uint64_t(c.seed), !drawn);
 }
 
-// Whether it is time for something that is done every `n` steps; n = 0 means never. After the last
-// step the answer is `last`: false for checks, samples and saves, which the end of the run does.
-inline bool is_time(const Run& run, int64_t n, bool last) {
-    if (run.step == run.config.steps) return last;
-    return n && run.step % n == 0;
-}
-
 } // namespace llmc
