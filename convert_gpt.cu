@@ -52,8 +52,7 @@ void convert(Run& run, S where) {
     open_rank(run, t, plans);
     load_weights(run, t);
     check_weights(run, t);
-    bool exported = write_export(run, t);
-    report_end(run, t, exported);
+    report_end(run, t, write_export(run, t));
     trainer_free(t);
 }
 

@@ -50,12 +50,11 @@ int main(int argc, char** argv) {
     Chat chat;
     std::string folder = file_type(c.tokenizer) == S_IFDIR ? c.tokenizer : "";
     auto open = [&](LineSource* source) {
-        std::string wrong = choose_chat(&chat, c.chat_format, folder, tokenizer);
-        if (!wrong.empty()) return wrong;
+        LLMC_TRY(choose_chat(&chat, c.chat_format, folder, tokenizer));
         printf("chat format: %s, %s\n", chat.format.name.c_str(), chat.why.c_str());
         std::vector<DataKind> kinds = {conversations(), answer_pairs(), labelled_answers()};
         *source = line_source(chat, c.loss, kinds);
-        return wrong;
+        return std::string();
     };
     or_die(prepare_shards(c, tokenizer, program_folder(), open));
 }

@@ -31,10 +31,9 @@ using namespace llmc;
 // Load the weights, and the adapters beside them or merged into them.
 template <typename T, typename S>
 void load_weights(Run& run, Trainer<T, S>& t) {
-    const Config& c = run.config;
     Spend spend(run.clock.account, Work::LOAD);
     load_base(run, t);
-    or_die_on_all_ranks(run, load_adapter_sets(t, c.adapters));
+    or_die_on_all_ranks(run, load_adapter_sets(t, run.config.adapters));
     check_weights(run, t);
 }
 
@@ -68,9 +67,8 @@ extern template void run_rank(Run&, Cpu);
 // Do what the command line asks for. Returns false if some of it could not be done.
 static bool run_command(Run& run) {
     // Choose the model and its adapters.
-    Config& c = run.config;
     run.dialects = {MXFP4, GPTQ_AND_AWQ, BITSANDBYTES, MERGED_ADAPTERS};
-    or_die(take_run_model(c));
+    or_die(take_run_model(run.config));
     reserve_output(run);
     choose_model(run);
     take_adapters(run);

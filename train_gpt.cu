@@ -1,7 +1,7 @@
 // train_gpt.cu - train GPT-2 and Llama, from new weights or on: main reads as the life of a run
 //   1. main           join the other processes, read the flags (llmc/run/start.h)
 //   2. run_command    do what the flags ask: choose shape, tokenizer and layout, check, open data
-//   3. run_training   plan, place, allocate, load; then step, evaluate, sample, save; export
+//   3. run_training   plan, place, allocate, load; train_steps() of llmc/run/training.h; export
 //   Functions stand in the opposite order: each stands before its caller.
 //   The step itself is a plan (llmc/plan.h) that one loop runs (llmc/step.h). llmc/run has the rest
 //   of a run: choices before the steps, reports, and the folder from which a run resumes.
@@ -24,7 +24,6 @@
 #include "llmc/run/run.h"
 #include "llmc/run/sample.h"
 #include "llmc/run/start.h"
-#include "llmc/run/stop.h"
 #include "llmc/run/training.h"
 #include "llmc/trainer.h"
 
@@ -32,38 +31,6 @@ using namespace llmc;
 
 // ----------------------------------------------------------------------------
 // a rank's run
-
-// Train: run one plan a step; evaluate, sample and save when it is time. A signal ends training
-// between two steps, on all ranks after the same step.
-template <typename T, typename S>
-void train(Run& run, Trainer<T, S>& t) {
-    const Config& c = run.config;
-    CatchSignals catch_signals;
-    begin_training(run, t);
-    while (run.step < c.steps) {
-        train_step(run, t);
-        Wishes wishes = heed_wishes(run, t);
-        if (run.end.stopped) break;
-        if (is_time(run, c.verify_every, false))
-            check_ranks(run, t);
-
-        // Evaluate. This may take minutes, so a signal ends an evaluation too.
-        if (is_time(run, c.eval_every, true))
-            report_evaluation(run, t);
-        if (run.end.stopped) break;
-
-        // Keep the best checkpoint, sample, and save.
-        if (run.best.step == run.step)
-            keep_best_checkpoint(run, t);
-        if (is_time(run, c.sample_every, false))
-            print_samples(run, t);
-        if (run.saves.buddies && is_time(run, c.buddy_every, false))
-            save_in_memory(run, t);
-        if (wishes.save || is_time(run, save_rule(c).steps, false))
-            save(run, t);
-    }
-    end_training(run, t);
-}
 
 // Load the weights from the run's checkpoint, or from what --model names, and check each value.
 template <typename T, typename S>
@@ -99,7 +66,7 @@ void run_training(Run& run, S where) {
     if (c.eval)
         report_evaluation(run, t);
     else if (run.step < c.steps)
-        train(run, t);
+        train_steps(run, t, [] {});
     if (!c.eval) leave_results(run, t);
     trainer_free(t);
 }

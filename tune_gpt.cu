@@ -34,7 +34,6 @@
 #include "llmc/run/run.h"
 #include "llmc/run/sample.h"
 #include "llmc/run/start.h"
-#include "llmc/run/stop.h"
 #include "llmc/run/training.h"
 #include "llmc/trainer.h"
 #include "llmc/tune/base_identity.h"
@@ -63,47 +62,8 @@ void sample_step(Run& run, Trainer<T, S>& t) {
     or_die_on_all_ranks(run, wrong + resume_hint(run));
 }
 
-// Do one optimizer step, on sampled answers with --loss grpo.
-template <typename T, typename S>
-void tune_step(Run& run, Trainer<T, S>& t) {
-    if (has_rollouts(run.config)) sample_step(run, t);
-    train_step(run, t);
-}
-
 // ----------------------------------------------------------------------------
 // a rank's run
-
-// Train: run one plan a step; evaluate, sample and save when it is time. A signal ends training
-// between two steps, on all ranks after the same step.
-template <typename T, typename S>
-void tune(Run& run, Trainer<T, S>& t) {
-    const Config& c = run.config;
-    CatchSignals catch_signals;
-    begin_training(run, t);
-    while (run.step < c.steps) {
-        tune_step(run, t);
-        Wishes wishes = heed_wishes(run, t);
-        if (run.end.stopped) break;
-        if (is_time(run, c.verify_every, false))
-            check_ranks(run, t);
-
-        // Evaluate. This may take minutes, so a signal ends an evaluation too.
-        if (is_time(run, c.eval_every, true))
-            report_evaluation(run, t);
-        if (run.end.stopped) break;
-
-        // Keep the best checkpoint, sample, and save.
-        if (run.best.step == run.step)
-            keep_best_checkpoint(run, t);
-        if (is_time(run, c.sample_every, false))
-            print_samples(run, t);
-        if (run.saves.buddies && is_time(run, c.buddy_every, false))
-            save_in_memory(run, t);
-        if (wishes.save || is_time(run, save_rule(c).steps, false))
-            save(run, t);
-    }
-    end_training(run, t);
-}
 
 // Load the weights. Two kinds of run load their checkpoint after the model's files: a checkpoint of
 // adapters does not hold the base, and a reference is computed with the weights from which the
@@ -172,7 +132,9 @@ void run_tuning(Run& run, S where) {
     if (c.eval)
         report_evaluation(run, t);
     else if (run.step < c.steps)
-        tune(run, t);
+        train_steps(run, t, [&] {
+            if (has_rollouts(c)) sample_step(run, t);
+        });
     if (!c.eval) leave_results(run, t);
     trainer_free(t);
 }

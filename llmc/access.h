@@ -139,8 +139,7 @@ inline void access_weights(Access& x, const Plan& p, const Model& model, const A
     int l = a.layer;
     bool input_half = a.op != Op::W, weight_half = a.op != Op::I;
     for (int b : buckets_of(model, l)) {
-        Role role = model.buckets[b].role;
-        bool multiplies = input_half || role == Role::ADAPTER;
+        bool multiplies = input_half || model.buckets[b].role == Role::ADAPTER;
         if (multiplies && l > 0)
             x.read({weight_kind(p.layout, model, b), b});
         if (!weight_half || !model.buckets[b].trainable)

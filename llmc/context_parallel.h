@@ -399,8 +399,7 @@ inline size_t key_copies(const Shape& s, size_t ranks) {
 // Return the shape after Ulysses' exchange among `ranks`: a share of the heads.
 inline Shape share_of_heads(Shape s, size_t ranks) {
     // If key/value heads are fewer than ranks, each rank has one, a copy of its neighbours'.
-    size_t copies = key_copies(s, ranks);
-    s.NKV = s.NKV * copies / ranks;
+    s.NKV = s.NKV * key_copies(s, ranks) / ranks;
     s.NH /= ranks;
     return s;
 }
@@ -492,8 +491,7 @@ size_t context_scratch_bytes(const Shape& s, const Layout& layout, size_t B, siz
     size_t N = B * t;
     size_t bytes = 0;
     if (ranks > 1) {
-        HeadRooms room = head_rooms(s, ranks, N, t, trains);
-        bytes = head_bytes<T>(room, N);
+        bytes = head_bytes<T>(head_rooms(s, ranks, N, t, trains), N);
     }
     if (keys_axis(layout).size == 1) return bytes;
 
@@ -828,8 +826,7 @@ template <typename T, typename S>
 void clear_sinks(const Ctx<S>& ctx, const Sinks<T>& sinks) {
     if (!sinks.sums) return;
     // Other ranks fill in the columns of their own heads.
-    size_t parts = sink_parts(ctx.where);
-    size_t bytes = parts * sinks.stride * sizeof(acc_t<T>);
+    size_t bytes = sink_parts(ctx.where) * sinks.stride * sizeof(acc_t<T>);
     device_zero(sinks.sums, bytes, ctx.where);
 }
 

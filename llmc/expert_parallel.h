@@ -116,14 +116,12 @@ TravelCounts read_counts(Ctx<S>& ctx, const TravelLists& lists) {
 template <typename T, typename S>
 void pack_rows(Ctx<S>& ctx, T* packed, const T* rows, const int* tokens, const int* count, // (n,C)
                int n) {
-    size_t C = ctx.shape.C;
-    if (n) gather_slots(packed, rows, tokens, count, size_t(n), 1, C, ctx.where);
+    if (n) gather_slots(packed, rows, tokens, count, size_t(n), 1, ctx.shape.C, ctx.where);
 }
 template <typename T, typename S>
 void place_rows(Ctx<S>& ctx, T* rows, const T* packed, const int* tokens, const int* count, // (N,C)
                 int n) {
-    size_t C = ctx.shape.C;
-    if (n) scatter_slots(rows, packed, tokens, count, size_t(n), 1, C, ctx.where);
+    if (n) scatter_slots(rows, packed, tokens, count, size_t(n), 1, ctx.shape.C, ctx.where);
 }
 
 // The two halves of the exchange's scratch.
@@ -452,8 +450,7 @@ int* my_choices(const Ctx<S>& ctx, int* all) { // (n,K) of (N,K)
 template <typename S>
 void share_choices(Ctx<S>& ctx, int* all, const int* own) { // (N,K) (n,K)
     size_t n = routed_rows(ctx);
-    bool shared = n < ctx.batch.rows();
-    if (shared)
+    if (n < ctx.batch.rows())
         all_gather(ctx.tp, all, own, n * ctx.shape.experts.K, ctx.where);
 }
 

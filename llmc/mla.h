@@ -266,8 +266,7 @@ void block_parameters(Deepseek::Block& w, const Shape& s, Row row) {
 
     // Rows of the heads, and columns of o.
     size_t Q = s.NH * s.HS;
-    size_t kv = latent_heads(s).kv();
-    size_t KV = s.NH * kv;
+    size_t KV = s.NH * latent_heads(s).kv();
     size_t V = s.NH * s.latent.HS_v;
     Shard whole = {};
     Shard columns = {0};
@@ -405,8 +404,7 @@ LatentRooms<T> latent_rooms(const Ctx<S>& ctx) {
 
 // wide (N,NH,HS) = narrow (N,NH,HS_v), padded with zeros.
 template <typename T, typename S>
-void pad_heads(Ctx<S>& ctx,
-               T* wide, const T* narrow) {
+void pad_heads(Ctx<S>& ctx, T* wide, const T* narrow) {
     const Shape& s = ctx.shape;
     // Zero everything first, then copy each head's values.
     size_t heads = ctx.batch.rows() * s.NH;
@@ -483,8 +481,7 @@ void norm_latents_backward(Ctx<S>& ctx,
 
 // The product that reads the stream for queries: q_a, or q itself without a latent.
 template <typename T>
-ColumnProduct<T> first_of_q(const Shape& s,
-                            const Deepseek::Block& w, T* q_down, T* q) {
+ColumnProduct<T> first_of_q(const Shape& s, const Deepseek::Block& w, T* q_down, T* q) {
     // Ask the shape, not the weights: under ZeRO the W half has none.
     if (s.latent.q) return {q_down, w.q_a};
     return {q, w.q};
@@ -543,8 +540,7 @@ void latent_attention(Ctx<S>& ctx,
 
 // Go back through attention, to dq, dkv and the rotary part of dkv_down.
 template <typename T, typename S>
-void latent_attention_backward(Ctx<S>& ctx,
-                               const Deepseek::Acts<T>& a) {
+void latent_attention_backward(Ctx<S>& ctx, const Deepseek::Acts<T>& a) {
     // Heads in rooms are as wide as q.
     const Shape& s = ctx.shape;
     size_t Q = s.NH * s.HS;
@@ -569,8 +565,7 @@ void latent_attention_backward(Ctx<S>& ctx,
 template <typename T, typename S>
 void first_branch_backward_input(Ctx<S>& ctx,
                                  T* dinp, const T* inp, // (R,C) (R,C)
-                                 const Deepseek::Block& w,
-                                 const Deepseek::Acts<T>& a) {
+                                 const Deepseek::Block& w, const Deepseek::Acts<T>& a) {
     // Start with attention, from the stream's own gradient.
     const Shape& s = ctx.shape;
     size_t N = ctx.batch.rows();

@@ -190,8 +190,7 @@ void bind_gathered(Trainer<T, S>& t, int bucket) {
     auto* base = address<unsigned char>(t, {Kind::GATHERED, bucket});
     const Bucket& b = t.model.buckets[bucket];
     for (int i = b.first; i < b.first + b.count; i++) {
-        const Parameter& p = t.model.parameters[i];
-        t.stored.narrow[i] = bind_narrow<T>(stored, t.model, t.layout, p, base);
+        t.stored.narrow[i] = bind_narrow<T>(stored, t.model, t.layout, t.model.parameters[i], base);
     }
 }
 

@@ -96,8 +96,7 @@ inline bool adds_over_tp(const Layout& layout, const Model& model, int bucket) {
 // Whether the plan gives a bucket a REDUCE. Without other ranks to sum with it needs none.
 inline bool is_reduced(const Layout& layout, const Model& model, int bucket) {
     bool many = group_axis(layout, model.buckets[bucket].group).size > 1;
-    bool collected = reduced_each(layout, model, bucket);
-    return many || collected || adds_over_tp(layout, model, bucket);
+    return many || reduced_each(layout, model, bucket) || adds_over_tp(layout, model, bucket);
 }
 
 // The ranks among which a bucket's datum is cut, if it is, and the number of this rank's part.
@@ -208,8 +207,7 @@ inline Kind weight_kind(const Layout& layout, const Model& model, int bucket) {
 }
 // The datum that FETCH(b) fills: STAGED with a shard that GATHER completes, or GATHERED at once.
 inline Kind fetched_kind(const Layout& layout, const Model& model, int bucket) {
-    bool cut = is_sharded(layout, model, {Kind::WEIGHT, bucket});
-    return cut ? Kind::STAGED : Kind::GATHERED;
+    return is_sharded(layout, model, {Kind::WEIGHT, bucket}) ? Kind::STAGED : Kind::GATHERED;
 }
 // The datum in which the step's gradient is summed: GRAD, or GRAD_HERE if gradients are offloaded.
 inline Kind summed_kind(const Layout& layout) {
@@ -299,11 +297,10 @@ constexpr size_t SECOND_ALIGN = 128;
 // A row knows its parameter's name, and the place of each element in the whole parameter, so that
 // stochastic rounding is the same for all shards and pieces.
 inline std::vector<TensorRow> tensor_rows(const Model& model, int bucket, size_t from, size_t to) {
-    const Bucket& b = model.buckets[bucket];
     std::vector<TensorRow> rows;
     size_t state = 0;  // bytes of the 8-bit moments of all rows before
     size_t second = 0; // elements of their second moments, where Muon's matrices have none
-    for (int i : b.in_order) {
+    for (int i : model.buckets[bucket].in_order) {
         const Parameter& p = model.parameters[i];
         size_t start = std::max(p.offset, from);
         size_t end = std::min(p.offset + p.local_elements(), to);

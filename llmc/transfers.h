@@ -220,8 +220,7 @@ InFlight<S> start_reduce(Trainer<T, S>& t, const Action& a) {
     A* whole = whole_gradient(t, a.bucket);
 
     // Only the sum of a micro-batch is added to a shard.
-    bool each = reduced_each(t.layout, t.model, a.bucket);
-    A* shard = each ? grad : nullptr;
+    A* shard = reduced_each(t.layout, t.model, a.bucket) ? grad : nullptr;
 
     // A narrow gradient travels through a buffer of its own.
     void* sent = address<unsigned char>(t, {Kind::SENT, a.bucket});
@@ -336,11 +335,10 @@ InFlight<S> start_flight(Trainer<T, S>& t, const Action& a) {
 template <typename T, typename S>
 void finish_writes(Trainer<T, S>& t, InFlight<S>& f) {
     finish(f.pending);
-    if (in_stream_order(t) && !f.moves) {
+    if (in_stream_order(t) && !f.moves)
         wait_point(f.arrived, t.ctx.where);
-    } else if (f.rest) {
+    else if (f.rest)
         f.rest();
-    }
 }
 template <typename T, typename S>
 void finish_flight(Trainer<T, S>& t, InFlight<S>& f) {
@@ -487,11 +485,8 @@ Comm split_experts(const Comm& world, const char* name, const Layout& me, F f) {
     });
 
     // Neighbours share out the experts.
-    auto place = [&](int rank) {
-        return routing_axis(layout_at(me, rank)).rank;
-    };
-    auto nearer = [&](int a, int b) { return place(a) < place(b); };
-    std::sort(ranks.begin(), ranks.end(), nearer);
+    auto place = [&](int rank) { return routing_axis(layout_at(me, rank)).rank; };
+    std::ranges::sort(ranks, {}, place);
     return comm_split(world, name, ranks);
 }
 
@@ -513,9 +508,7 @@ inline Comms make_comms(const Comm& world, const Layout& me, int kv_ranks = 1) {
     Comms c;
     c.world = world;
     c.samples = split("dp", stage);
-    c.model = split("model", [&](const Layout& o) {
-        return same(&Layout::dp, o);
-    });
+    c.model = split("model", [&](const Layout& o) { return same(&Layout::dp, o); });
     Axis replica = replica_axis(me, Group::DATA), shard = shard_axis(me, Group::DATA);
     c.data(Group::DATA).shard = split("shard", [&](const Layout& o) {
         return stage(o) && replica_axis(o, Group::DATA).rank == replica.rank;

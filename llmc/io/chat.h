@@ -460,22 +460,20 @@ inline ChatTokens write_conversation(const Chat& chat, const Conversation& messa
 
 // Write a whole conversation for training.
 inline std::string chat_tokens(const Chat& chat, const Conversation& messages, ChatTokens* out) {
-    std::string wrong = check_conversation(messages, true);
-    if (!chat.refused.empty()) return chat.refused;
-    if (wrong.empty())
-        *out = write_conversation(chat, messages, false);
-    return wrong;
+    LLMC_TRY(chat.refused);
+    LLMC_TRY(check_conversation(messages, true));
+    *out = write_conversation(chat, messages, false);
+    return "";
 }
 
 // Write a conversation that ends with a question, for the model to answer. Its tokens are the
 // beginning of the same conversation with the answer.
 inline std::string chat_prompt(const Chat& chat, const Conversation& messages,
                                std::vector<int>* tokens) {
-    std::string wrong = check_conversation(messages, false);
-    if (!chat.refused.empty()) return chat.refused;
-    if (wrong.empty())
-        *tokens = write_conversation(chat, messages, true).tokens;
-    return wrong;
+    LLMC_TRY(chat.refused);
+    LLMC_TRY(check_conversation(messages, false));
+    *tokens = write_conversation(chat, messages, true).tokens;
+    return "";
 }
 
 } // namespace llmc

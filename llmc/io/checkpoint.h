@@ -198,15 +198,12 @@ inline std::string rank_file(int rank) {
 // unfinished ones that a crash left.
 inline std::vector<int64_t> checkpoint_steps(const std::string& out, const char* ending = "") {
     std::vector<int64_t> steps;
-    if (DIR* d = opendir(out.c_str())) {
-        while (dirent* e = readdir(d)) {
-            long long step = -1;
-            // Write the name back and compare: step_5 or step_00000100.old is no such folder.
-            bool read = sscanf(e->d_name, "step_%lld", &step) == 1 && step >= 0;
-            if (read && step_folder(step) + ending == e->d_name)
-                steps.push_back(step);
-        }
-        closedir(d);
+    for (const std::string& name : names_in(out)) {
+        long long step = -1;
+        // Write the name back and compare: step_5 or step_00000100.old is no such folder.
+        bool read = sscanf(name.c_str(), "step_%lld", &step) == 1 && step >= 0;
+        if (read && step_folder(step) + ending == name)
+            steps.push_back(step);
     }
     std::sort(steps.rbegin(), steps.rend());
     return steps;
@@ -453,8 +450,7 @@ struct Save {
 template <typename T, typename S>
 std::string save_begin(const Trainer<T, S>& t, Save& save, bool makes) {
     // Each step ends in first_error(): no rank continues alone, and none waits for one that failed.
-    const Comm& world = t.comms.world;
-    LLMC_TRY(first_error(world, makes ? make_temporary(save.out, save.temporary()) : ""));
+    LLMC_TRY(first_error(t.comms.world, makes ? make_temporary(save.out, save.temporary()) : ""));
     save.manifest = manifest_of(t, save.info);
     save.file = rank_file_of(t);
     return "";
@@ -527,8 +523,7 @@ std::string checkpoint_save(const Trainer<T, S>& t, const CheckpointInfo& info,
 
     // 2. to 5. Write, exchange, and let the first rank finish.
     Written written = exchange_written(world, save, save_in_place(t, save));
-    std::string wrong = world.rank == 0 ? name_checkpoint(save, written) : "";
-    return agree_on_save(world, wrong);
+    return agree_on_save(world, world.rank == 0 ? name_checkpoint(save, written) : "");
 }
 
 } // namespace llmc

@@ -276,8 +276,7 @@ inline std::string find_pieces(SavedFiles& files, const StateTensor& s,
     pieces->clear();
     for (size_t i = 0; i < files.open.size(); i++)
         LLMC_TRY(file_pieces(files, i, s, pieces));
-    auto before = [](const Piece& a, const Piece& b) { return a.global < b.global; };
-    std::sort(pieces->begin(), pieces->end(), before);
+    std::ranges::sort(*pieces, {}, &Piece::global);
 
     // Walk over the whole parameter: no gap, no overlap, nothing beyond its end.
     size_t reached = 0;
@@ -334,8 +333,7 @@ std::vector<acc_t<T>> collect_tensor(const Trainer<T, S>& t, SavedFiles& files, 
 
         // Put each piece where it belongs in the whole.
         for (const Piece& piece : pieces) {
-            bool of_file = piece.file == i;
-            if (!mine || !of_file) continue;
+            if (!mine || piece.file != i) continue;
             const A* from = part.data() + piece.at;
             std::copy_n(from, piece.count, values.data() + piece.global);
         }
@@ -432,22 +430,19 @@ std::string read_files(Trainer<T, S>& t, const std::string& folder, const Json& 
 
     // Open this rank's files, and look for every element.
     Type type = type_of<acc_t<T>>();
-    for (size_t i = 0; wrong.empty() && i < entries.size(); i++) {
-        bool reads = readers[i] == world.rank;
-        if (reads)
+    for (size_t i = 0; wrong.empty() && i < entries.size(); i++)
+        if (readers[i] == world.rank)
             wrong = open_saved_file(files, i, tensors, type);
-    }
     std::vector<Piece> pieces;
     for (size_t i = 0; wrong.empty() && i < tensors.size(); i++)
         wrong = find_pieces(files, tensors[i], &pieces);
     wrong = first_error(world, wrong);
 
     // Say what to do about it.
-    if (lacks) {
+    if (lacks)
         wrong += "; leave --use-ema out";
-    } else if (!wrong.empty()) {
+    else if (!wrong.empty())
         wrong += "; to go on from the checkpoint before, remove " + folder;
-    }
 
     // Load one tensor after the other, in the same order on all ranks.
     OneReader reader = make_one_reader(world, t.layout);
@@ -467,9 +462,8 @@ std::string read_files(Trainer<T, S>& t, const std::string& folder, const Json& 
 template <typename T, typename S>
 std::string check_sums(const Trainer<T, S>& t, const std::string& folder, const Json& manifest) {
     // All ranks have read the same manifest, so either all of them call weight_sums_json or none.
-    bool same_type = manifest["precision"] == type_name(type_of<T>());
-    bool same_rounding = manifest.value("rounding", "") == rounding_of(t);
-    bool alike = same_type && same_rounding;
+    bool alike = manifest["precision"] == type_name(type_of<T>()) &&
+                 manifest.value("rounding", "") == rounding_of(t);
     if (!manifest.contains("weight_sums") || !alike || t.takes_average)
         return "";
 
@@ -588,8 +582,7 @@ std::string load_verified(Trainer<T, S>& t, CheckpointInfo* info, const std::str
                           const Json& manifest, const std::vector<int>& readers,
                           std::vector<std::string>* notes) {
     // Compare identities; a run that only evaluates needs no moments.
-    bool moments = keeps_any(t, Kind::STATE);
-    std::string wrong = check_identity(t, manifest, folder, moments);
+    std::string wrong = check_identity(t, manifest, folder, keeps_any(t, Kind::STATE));
     if (wrong.empty())
         wrong = check_base(info->base, manifest, folder);
     if (wrong.empty())

@@ -1086,11 +1086,8 @@ inline bool has_open_answers(const Config& c) { return has_rollouts(c) && c.answ
 // equal batches, so they sample the same.
 inline bool answers_are_shared(const Config& c) { return c.dp > 1 && c.ep == 1; }
 
-// Whether it keeps a copy of its starting weights, and whether it evaluates what it has sampled.
+// Whether it keeps a copy of its starting weights.
 inline bool keeps_start(const Config& c) { return has_rollouts(c) && c.beta > 0; }
-inline bool evaluates_rollouts(const Config& c) {
-    return keeps_start(c) || (has_rollouts(c) && c.updates > 1);
-}
 
 // The flags that --plan auto chooses. It chooses --micro-batch too, which is not listed: without
 // --batch-tokens that flag determines the batch.

@@ -221,13 +221,6 @@ template <typename F> std::string numbers_that(F works, size_t most, const char*
 // ----------------------------------------------------------------------------
 // the shape
 
-// Refuse a device that this program was not built for.
-inline std::string check_device(const Config& c) {
-    if (c.device == "cuda" && !LLMC_KERNELS)
-        return "--device cuda: this program is built without kernels: make DEVICE=cuda, or use "
-               "--device cpu";
-    return "";
-}
 
 // Refuse a shape that no block computes.
 inline std::string check_shape(const Shape& s) {
@@ -809,7 +802,9 @@ inline std::string config_check(Config& c, Shape s, int processes = 1) {
     s.experts.whole = s.experts.E && has_whole_experts(c);
 
     // First check what needs no other number: later messages then speak of a possible shape.
-    LLMC_TRY(check_device(c));
+    if (c.device == "cuda" && !LLMC_KERNELS)
+        return "--device cuda: this program is built without kernels: make DEVICE=cuda, or use "
+               "--device cpu";
     LLMC_TRY(check_pairs(c));
     LLMC_TRY(check_shape(s));
     LLMC_TRY(check_experts(c, s));
@@ -859,9 +854,8 @@ inline std::string check_teacher(const Config& c, const Shape& model, const Shap
 
 // Check flags, and the teacher that they name: "" or what is wrong. Fills in what flags leave out.
 inline std::string check_with_teacher(Config& c, const Shape& model, const Shape& teacher) {
-    std::string wrong = config_check(c, model);
-    bool checks = wrong.empty() && wants_teacher(c);
-    return checks ? check_teacher(c, model, teacher) : wrong;
+    LLMC_TRY(config_check(c, model));
+    return wants_teacher(c) ? check_teacher(c, model, teacher) : "";
 }
 
 // ----------------------------------------------------------------------------

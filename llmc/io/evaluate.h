@@ -411,19 +411,18 @@ inline std::string read_task(Evaluation* e, const TaskKind& kind, const std::str
                              const Tokenizer& tokenizer, size_t P) {
     // Find which of its forms the file has.
     std::vector<std::string> lines, labels;
-    std::string wrong = read_lines(path, &lines);
+    LLMC_TRY(read_lines(path, &lines));
     std::string name = kind.name;
-    if (!wrong.empty()) return wrong;
     bool json = lines[0].starts_with('{');
     size_t each = name == "hellaswag" && !json ? 6 : 1; // lines a question
     if (!json && each == 1 && name != "lambada")
         return path + ":1: " + no_record(lines[0]);
     if (name == "piqa" && lines[0].find("\"label\"") == std::string::npos)
-        wrong = read_labels(path, lines.size(), &labels);
-    if (!wrong.empty()) return wrong;
+        LLMC_TRY(read_labels(path, lines.size(), &labels));
 
     // Read question by question. A message names the file and the question's first line.
     Task task = {name};
+    std::string wrong;
     for (size_t at = 0; at < lines.size(); at += each) {
         Texts q = texts_of(kind, lines, at, each, labels, &wrong);
         if (wrong.empty())

@@ -59,7 +59,6 @@ inline std::string memory_line(const char* what, size_t bytes, size_t total,
 inline std::string parameters_text(const Model& model) {
     size_t total = parameter_count(model);
     size_t matrices = 0, vectors = 0, padding = 0, adapters = 0; // elements
-    // Count the elements.
     for (const Parameter& p : model.parameters) {
         adapters += is_adapter(model, p) ? p.elements() : 0;
         (p.shape.size() == 2 ? matrices : vectors) += p.file_elements();
@@ -466,12 +465,9 @@ struct GpuMemory {
     int gigabytes;
     const char* gpus;
 };
-inline const std::vector<GpuMemory>& gpu_memories() {
-    static const std::vector<GpuMemory> sizes = {
-        {8, "RTX 3070"},  {12, "RTX 3060"},   {16, "RTX 4080"}, {24, "RTX 3090, RTX 4090"},
-        {48, "L40S"},     {80, "A100, H100"}, {141, "H200"}};
-    return sizes;
-}
+constexpr GpuMemory GPU_MEMORIES[] = {
+    {8, "RTX 3070"},  {12, "RTX 3060"},   {16, "RTX 4080"}, {24, "RTX 3090, RTX 4090"},
+    {48, "L40S"},     {80, "A100, H100"}, {141, "H200"}};
 
 // The bytes that a run can use: CUDA's context and its libraries take the rest.
 inline double usable_bytes(const GpuMemory& m) { return 0.95 * m.gigabytes * 1073741824; }
@@ -479,15 +475,14 @@ inline double usable_bytes(const GpuMemory& m) { return 0.95 * m.gigabytes * 107
 // Say which GPUs hold a rank of so many bytes. If none does, say how many of the two largest could
 // hold the model's state in equal shares, which is the least that any layout needs.
 inline std::string fits_text(double rank_bytes, double state_bytes) {
-    const std::vector<GpuMemory>& sizes = gpu_memories();
-    for (const GpuMemory& m : sizes)
+    for (const GpuMemory& m : GPU_MEMORIES)
         if (rank_bytes <= usable_bytes(m))
             return concat("fits a GPU of ", m.gigabytes, " GB (", m.gpus, ")\n");
 
     std::string needs;
-    for (size_t i = sizes.size() - 2; i < sizes.size(); i++) {
-        double gpus = std::max(2.0, std::ceil(state_bytes / usable_bytes(sizes[i])));
-        needs += concat(needs.empty() ? "" : " or ", gpus, " x ", sizes[i].gigabytes, " GB");
+    for (const GpuMemory* m = std::end(GPU_MEMORIES) - 2; m < std::end(GPU_MEMORIES); m++) {
+        double gpus = std::max(2.0, std::ceil(state_bytes / usable_bytes(*m)));
+        needs += concat(needs.empty() ? "" : " or ", gpus, " x ", m->gigabytes, " GB");
     }
     return concat("fits no GPU: a rank of ", bytes_text(rank_bytes), ". The model's state, ",
                   bytes_text(state_bytes), ", needs ", needs, " and more for activations:\n",

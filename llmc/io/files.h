@@ -317,9 +317,8 @@ inline void remember_mapping(const std::string& path, void* begin, size_t bytes)
 inline std::string map_whole_file(const std::string& path, void** begin, size_t* bytes,
                                   struct stat* s) {
     int fd = -1;
-    std::string wrong = open_regular(path, &fd, s);
-    if (!wrong.empty()) return wrong;
-    if (s->st_size == 0) wrong = path + ": is empty";
+    LLMC_TRY(open_regular(path, &fd, s));
+    std::string wrong = s->st_size == 0 ? path + ": is empty" : "";
 
     // Map it. The mapping outlives the file descriptor.
     void* p = wrong.empty() ? mmap(nullptr, s->st_size, PROT_READ, MAP_PRIVATE, fd, 0) : nullptr;
@@ -385,6 +384,18 @@ inline void unlock_file(const std::string& path, int fd) {
 // ----------------------------------------------------------------------------
 // folders
 
+// The names in a folder, or none if it is no folder.
+inline std::vector<std::string> names_in(const std::string& folder) {
+    std::vector<std::string> names;
+    if (DIR* d = opendir(folder.c_str())) {
+        while (dirent* e = readdir(d))
+            if (strcmp(e->d_name, ".") != 0 && strcmp(e->d_name, "..") != 0)
+                names.push_back(e->d_name);
+        closedir(d);
+    }
+    return names;
+}
+
 // Whether an export writes a file of this name.
 inline bool export_file(const std::string& name) {
     for (const char* own : {"config.json", "generation_config.json", "adapter_config.json",
@@ -419,17 +430,14 @@ inline std::string write_texts(const std::string& folder, const TextFiles& texts
 // Remove the program's own files from a folder, and then the folder if it is empty. carried: files
 // of other names that an export has.
 inline void remove_folder(const std::string& folder, const TextFiles& carried = {}) {
-    DIR* d = opendir(folder.c_str());
-    if (!d) return;
     for (const auto& [name, text] : carried) {
         unlink((folder + "/" + name).c_str());
         if (name.find('/') != std::string::npos)
             rmdir(folder_of(folder + "/" + name).c_str());
     }
-    while (dirent* e = readdir(d))
-        if (own_file(e->d_name))
-            unlink((folder + "/" + e->d_name).c_str());
-    closedir(d);
+    for (const std::string& name : names_in(folder))
+        if (own_file(name))
+            unlink((folder + "/" + name).c_str());
     rmdir(folder.c_str());
 }
 

@@ -188,8 +188,7 @@ struct TextSlot {
 template <typename T, typename S>
 void copy_slot(Trainer<T, S>& t, int plan, size_t from, size_t to, size_t n) {
     if (from == to) return;
-    const Shape& s = t.ctx.shape;
-    size_t row = cached_elements(s);
+    size_t row = cached_elements(t.ctx.shape);
     size_t slot = t.plans[plan].cache * row;
     size_t bytes = n * row * sizeof(T);
     for (int l = 0; l < t.model.layers(); l++)
@@ -352,9 +351,11 @@ size_t read_prompts(Generation<T, S>& g, size_t slot, size_t count) {
     const Text* next = g.texts.data() + g.next_text;
     std::vector<size_t> past(count);
     std::vector<size_t> lengths(count);
+    std::vector<int> adapters(count);
     for (size_t i = 0; i < count; i++) {
         past[i] = next[i].cached;
         lengths[i] = next[i].prompt->size() - past[i];
+        adapters[i] = next[i].adapter;
     }
     size_t n = *std::max_element(lengths.begin(), lengths.end());
     std::vector<int> tokens(count * n);
@@ -362,9 +363,6 @@ size_t read_prompts(Generation<T, S>& g, size_t slot, size_t count) {
         std::copy_n(next[i].prompt->data() + past[i], lengths[i], tokens.data() + i * n);
 
     // Run, and remember the last prompt below: the next texts may have the same.
-    std::vector<int> adapters(count);
-    for (size_t i = 0; i < count; i++)
-        adapters[i] = next[i].adapter;
     generate_batch(g.t, g.plan, tokens.data(), count, n, past.data(), slot);
     g.t.ctx.batch.lengths = lengths.data();
     g.t.ctx.batch.adapters = adapters.data();
@@ -452,10 +450,8 @@ template <typename T, typename S> size_t guess_tokens(Generation<T, S>& g, size_
     for (size_t i = 0;; i++) {
         // Stop when no slot wants another guess.
         bool any = false;
-        for (size_t b = 0; b < B; b++) {
-            bool more = guess_token(g, b, nullptr);
-            any = any || more;
-        }
+        for (size_t b = 0; b < B; b++)
+            any |= guess_token(g, b, nullptr);
         if (!any) return i;
 
         // Read, and guess from the logits of each slot's last row.

@@ -50,8 +50,7 @@ inline size_t hf_size(HfConfig& c, const char* key, size_t otherwise = 0) {
     // Two such sizes multiply within 64 bits; hf_check_sizes() limits what they make.
     bool number = c.has(key) && c.j[key].is_number_unsigned();
     uint64_t found = number ? c.j[key].get<uint64_t>() : 0;
-    bool good = found > 0 && found <= (1u << 24);
-    if (good)
+    if (found > 0 && found <= (1u << 24))
         return c.j[key].get<size_t>();
     if (c.has(key))
         hf_wrong(c, key, " is ", json_word(c.j[key]), ", which is no size");
@@ -514,8 +513,7 @@ inline Json hf_rope_of_kinds(HfConfig& c, Shape& s, const Json& r) {
                  " of layers with a window is not built yet, only \"default\" is");
 
     // Angles of all layers mean nothing to its class.
-    bool of_all = c.has("rope_parameters") && c.j["rope_parameters"].contains("rope_type");
-    if (of_all)
+    if (c.has("rope_parameters") && c.j["rope_parameters"].contains("rope_type"))
         hf_wrong(c, "rope_parameters of all layers is not built yet, only full_attention and "
                     "sliding_attention apart are");
     return r.contains("full_attention") ? kind("full_attention") : r;
@@ -1038,8 +1036,7 @@ inline void hf_deepseek_keys(OrderedJson& j, const Shape& s) {
     j["scoring_func"] = v3 ? "sigmoid" : "softmax";
 
     // V3 always has groups, even if it is only one; V2 only if the choice is limited to some.
-    bool limited = e.groups > 1;
-    j["topk_method"] = limited ? "group_limited_greedy" : "greedy";
+    j["topk_method"] = e.groups > 1 ? "group_limited_greedy" : "greedy";
     if (v3) j["topk_method"] = "noaux_tc";
     j["n_group"] = e.groups;
     j["topk_group"] = e.kept_groups;

@@ -9,7 +9,6 @@
 //            AutoModelForCausalLM load it and generate.
 //   Every function that returns a text returns "" or one line that says what is wrong.
 #pragma once
-#include <dirent.h>
 #include <filesystem>
 #include "../access.h"
 #include "../adapters.h"
@@ -276,18 +275,6 @@ std::string change_json(ExportTokenizer* e, const std::string& name, F change) {
     return "";
 }
 
-// The names in a folder, or none if it is no folder.
-inline std::vector<std::string> names_in(const std::string& folder) {
-    std::vector<std::string> names;
-    if (DIR* d = opendir(folder.c_str())) {
-        while (dirent* e = readdir(d))
-            if (strcmp(e->d_name, ".") != 0 && strcmp(e->d_name, "..") != 0)
-                names.push_back(e->d_name);
-        closedir(d);
-    }
-    return names;
-}
-
 // Take over what the model's folder says beside its shape: keys of config.json that this program
 // does not know.
 inline std::string keep_of_folder(ExportTokenizer* e, const std::string& folder,
@@ -540,7 +527,6 @@ template <typename T, typename S>
 std::string write_export_file(const Trainer<T, S>& t, const std::string& path, size_t first,
                               size_t last, const std::vector<TensorSpec>& specs, Type dtype,
                               MergeSums* merged) {
-    const std::vector<Parameter>& table = t.model.parameters;
     // Write one parameter at a time: the host holds one, as floats, and the gates of experts until
     // their ups come.
     std::vector<float> joined;
@@ -548,7 +534,7 @@ std::string write_export_file(const Trainer<T, S>& t, const std::string& path, s
     bool writes = t.comms.world.rank == 0;
     if (writes) writer_open(&w, path, specs, {{"format", "pt"}});
     for (size_t i = first; i < last; i++) {
-        const Parameter& p = table[i];
+        const Parameter& p = t.model.parameters[i];
         if (is_adapter(t.model, p)) continue;
 
         // Merge adapters on all ranks, then write on the first.
@@ -603,7 +589,6 @@ template <typename T, typename S>
 std::string write_export(const Trainer<T, S>& t, const std::string& folder, Type dtype,
                          size_t shard_bytes, const ExportTokenizer& tokenizer,
                          MergeSums* merged) {
-    const std::vector<Parameter>& table = t.model.parameters;
     ExportShards shards = export_shards(t.model, dtype, shard_bytes);
     size_t files = shards.starts.size();
 
@@ -613,7 +598,7 @@ std::string write_export(const Trainer<T, S>& t, const std::string& folder, Type
         std::string name = "model.safetensors";
         if (files > 1) name = formatted("model-%05zu-of-%05zu.safetensors", f + 1, files);
         size_t first = shards.starts[f];
-        size_t last = f + 1 < files ? shards.starts[f + 1] : table.size();
+        size_t last = f + 1 < files ? shards.starts[f + 1] : t.model.parameters.size();
         std::string path = folder + "/" + name;
         std::vector<TensorSpec> specs = export_specs(t.model, first, last, dtype);
         LLMC_TRY(write_export_file(t, path, first, last, specs, dtype, merged));

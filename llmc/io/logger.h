@@ -122,8 +122,7 @@ inline void show_step(Logger& log, const std::string& text, bool first, int64_t 
     if (log.columns) {
         printf("\r%s\x1b[K", text.substr(0, size_t(log.columns) - 1).c_str());
         log.open_line = true;
-        bool stays = step == steps || (log.every && step % log.every == 0);
-        if (stays) finish_line(log);
+        if (step == steps || (log.every && step % log.every == 0)) finish_line(log);
     } else if (is_shown(log.every, first, step, steps)) {
         printf("%s\n", text.c_str());
     }

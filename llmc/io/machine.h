@@ -147,8 +147,7 @@ inline const Machine* machine_of_device(const std::string& device) {
         if (at == std::string::npos)
             continue;
         // A GH200 is no H200.
-        bool word = at == 0 || !isalnum(device[at - 1]);
-        if (word) return &m;
+        if (at == 0 || !isalnum(device[at - 1])) return &m;
     }
     return nullptr;
 }

@@ -98,8 +98,7 @@ inline Json fp8_history_json(const Fp8History& h, const Fp8Rule& rule) {
         uint32_t rolled = h.rolled[slot];
         const float* ring = h.past + slot * past; // (past)
         for (uint32_t i = 1; i <= std::min(rolled, past); i++) {
-            float amax = ring[(rolled - i) % past];
-            newest.push_back(bits_as<uint32_t>(amax));
+            newest.push_back(bits_as<uint32_t>(ring[(rolled - i) % past]));
         }
         scales.push_back(bits_as<uint32_t>(h.scale[slot]));
         maxima.push_back(newest);

@@ -243,7 +243,7 @@ void for_each_in_order(const Model& model, const char* order, F f) {
     with_family(model.shape.family, [&](auto family) { block = family.block_prefix; });
 
     // Walk over the names; a name in layers stands for one parameter in each.
-    std::string names, name;
+    std::string names;
     for (std::istringstream words(order); words >> names;) {
         if (names == "-" || table.count(names)) {
             f(names == "-" ? nullptr : table[names]);
@@ -251,7 +251,7 @@ void for_each_in_order(const Model& model, const char* order, F f) {
         }
         // A name that no layer has is lm_head of a tied model: skip it.
         for (size_t l = 0; l < model.shape.L; l++)
-            for (std::istringstream together(names); std::getline(together, name, ',');) {
+            for (const std::string& name : texts_between_commas(names)) {
                 auto found = table.find(concat(block, l, ".", name));
                 if (found != table.end())
                     f(found->second);
@@ -286,8 +286,7 @@ inline size_t place_tensors(ModelFile* m, const ModelHeader& h) {
     });
 
     // Sort by name: safetensors_find() searches by halves.
-    std::sort(m->file.tensors.begin(), m->file.tensors.end(),
-              [](const SafeTensor& a, const SafeTensor& b) { return a.name < b.name; });
+    std::ranges::sort(m->file.tensors, {}, &SafeTensor::name);
     return at;
 }
 
@@ -365,8 +364,7 @@ std::string model_file_load(Trainer<T, S>& t, const std::string& path, size_t* b
         to->floats = bring_floats(h, *tensor, 0, tensor->elements(), needs);
 
         // Reorder a Llama's queries and keys, which RoPE turns; values keep their order.
-        bool turns = p.name.ends_with("q_proj.weight") || p.name.ends_with("k_proj.weight");
-        if (turns)
+        if (p.name.ends_with("q_proj.weight") || p.name.ends_with("k_proj.weight"))
             to->floats = reorder_rotary(to->floats, t.model.shape.HS, p.cols(), true);
         return std::string();
     };

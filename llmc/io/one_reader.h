@@ -82,8 +82,7 @@ void bring(OneReader& r, unsigned char* to, size_t bytes, int reader, F needs) {
     if (reads) r.bytes += bytes;
     for (int s = 0; s < r.layout.pp.size; s++) {
         // All ranks serve the stages in the same order, so no circle of ranks waits for each other.
-        bool receives = s == r.layout.pp.rank;
-        bool calls = reads || receives;
+        bool calls = reads || s == r.layout.pp.rank;
         if (calls && needs(s))
             bring_to_stage(r, to, bytes, reader, s);
     }

@@ -133,11 +133,8 @@ inline std::string read_setting(Optimizer optimizer, const std::string& name,
         h->momentum_steps = int(x);
         return wrong;
     }
-    if (name == "beta1") {
-        std::string wrong = number(value, 0, 0.99999);
-        return h->others_beta1 = float(x), wrong;
-    }
     const std::pair<const char*, float*> numbers[] = {
+        {"beta1", &h->others_beta1},
         {"decay", &h->others_decay},
         {"table", &h->rates[size_t(MuonGroup::TABLE)]},
         {"head", &h->rates[size_t(MuonGroup::HEAD)]},
@@ -147,8 +144,9 @@ inline std::string read_setting(Optimizer optimizer, const std::string& name,
         {"x0", &h->rates[size_t(MuonGroup::X0)]}};
     for (auto [word, at] : numbers) {
         if (name != word) continue;
-        std::string wrong = number(value, 0, 1000);
-        return *at = float(name == "decay" ? x : lr > 0 ? x / lr : 0), wrong;
+        bool rate = name != "beta1" && name != "decay";
+        std::string wrong = number(value, 0, name == "beta1" ? 0.99999 : 1000);
+        return *at = float(!rate ? x : lr > 0 ? x / lr : 0), wrong;
     }
     return "it has no setting '" + printable(name) +
            "': give some of table=, head=, vectors=, values=, resid=, x0=, decay=, decay-vectors, "
@@ -200,9 +198,7 @@ inline Optimizer choose_optimizer(const Config& c) {
 inline std::string check_optimizer(const Config& c) {
     Optimizer optimizer = Optimizer::ADAMW;
     Muon muon;
-    std::string wrong = read_optimizer(c, &optimizer, &muon);
-    if (!wrong.empty())
-        return wrong;
+    LLMC_TRY(read_optimizer(c, &optimizer, &muon));
     if (wsd_share(c.schedule) < 0)
         return "--schedule " + printable(c.schedule) +
                ": give cosine, linear, constant, wsd or wsd:SHARE, as wsd:0.7";
@@ -210,11 +206,7 @@ inline std::string check_optimizer(const Config& c) {
     if ((is_muon || muon.apart) && has_adapters(c))
         return "--optimizer " + printable(c.optimizer) + " is for matrices of blocks, and adapters "
                "have none that learn: give --optimizer adamw";
-    if (!is_muon)
-        return "";
-
-    // Refuse what is not built for Muon.
-    if (c.states == "8bit")
+    if (is_muon && c.states == "8bit")
         return "--optimizer muon keeps moments as float or bf16: give --states bf16";
     return "";
 }
@@ -466,8 +458,7 @@ inline bool flag_targets(const std::string& target, const Parameter& p) {
 inline std::string choose_adapters(const Model& base, const LoraOptions& o, Adapters* adapters) {
     std::vector<bool> blocks;
     bool stacks = base.shape.experts.E && !base.shape.experts.bias;
-    std::string wrong = blocks_named(o.layers, base.shape.L, &blocks);
-    if (!wrong.empty()) return wrong;
+    LLMC_TRY(blocks_named(o.layers, base.shape.L, &blocks));
 
     // Insist that each target finds something: a misspelt one would silently train less.
     for (const std::string& target : texts_between_commas(o.targets)) {
@@ -476,7 +467,6 @@ inline std::string choose_adapters(const Model& base, const LoraOptions& o, Adap
             return "--lora-targets experts: not built for " + base.shape.hf_type +
                    ", whose files join all experts: give all or attention";
         for (const Parameter& p : base.parameters) {
-            std::string module = module_of(p);
             if (!adaptable(base, p) || !flag_targets(target, p))
                 continue;
             if (!blocks[size_t(p.layer - 1)]) continue; // layer 1 is block 0
@@ -488,7 +478,7 @@ inline std::string choose_adapters(const Model& base, const LoraOptions& o, Adap
             if (o.rank > most)
                 return concat("--lora ", o.rank, " is beyond ", p.name, ", which is ", rows, " x ",
                               p.cols(), ": use --lora ", most, " or less");
-            (*adapters)[module] = {o.rank, lora_scale(o)};
+            (*adapters)[module_of(p)] = {o.rank, lora_scale(o)};
         }
         if (!any)
             return concat("--lora-targets ", target, ": no matrix of a block ",
@@ -596,20 +586,6 @@ inline PlanOptions rollout_options(const Config& c, const PlanOptions& train) {
     return generate;
 }
 
-// The options of the plan that evaluates the rows of a prompt, which become a prefix.
-inline PlanOptions prompt_options(const Config& c, PlanOptions prompt) {
-    prompt.whole_sequences = true;
-    prompt.B = c.sequence_parallel ? size_t(c.tp) : 1;
-    prompt.T = size_t(c.prefix);
-    return prompt;
-}
-
-// Sequences that are generated at once. Samples are printed token by token, so one at a time;
-// the completions of --prompts go to a file, --slots at a time.
-inline size_t generation_slots(const Config& c, size_t texts) {
-    if (c.prompts.empty()) return 1;
-    return std::min(size_t(c.slots), texts);
-}
 
 // The axes of the layout in words, and below the whole layout, for the title of a timeline.
 inline std::string axes_text(const Config& c) {

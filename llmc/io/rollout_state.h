@@ -92,8 +92,7 @@ inline std::string check_rollouts_json(const Json& j) {
     for (size_t i = 0; i < answers; i++) {
         size_t prompt = j["prompts"][i].get<size_t>();
         const Json& tokens = j["tokens"][i];
-        bool good = is_list_to(tokens, INT32_MAX);
-        if (!good || prompt == 0 || prompt > tokens.size())
+        if (!is_list_to(tokens, INT32_MAX) || prompt == 0 || prompt > tokens.size())
             return wrong;
     }
 

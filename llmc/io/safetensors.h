@@ -274,8 +274,7 @@ inline std::string safetensors_open(SafeTensors* s, const std::string& path) {
         safetensors_close(s);
         return path + ": " + wrong;
     }
-    std::sort(s->tensors.begin(), s->tensors.end(),
-              [](const SafeTensor& a, const SafeTensor& b) { return a.name < b.name; });
+    std::ranges::sort(s->tensors, {}, &SafeTensor::name);
     return "";
 }
 

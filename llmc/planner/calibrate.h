@@ -56,12 +56,6 @@ struct Measured {
 // Standard deviations of logs: of a measurement around the model, and of a share around its prior.
 constexpr double ROW_SIGMA = 0.15, PRIOR_SIGMA = 0.5;
 
-// The middle of some logs; of an even number of them, the mean of both in the middle.
-inline double middle_of(std::vector<double> logs) {
-    std::sort(logs.begin(), logs.end());
-    size_t n = logs.size();
-    return (logs[n / 2] + logs[(n - 1) / 2]) / 2;
-}
 
 // The share that fits measurements best.
 inline double fit_share(double prior, const std::vector<Measured>& rows) {
@@ -71,10 +65,14 @@ inline double fit_share(double prior, const std::vector<Measured>& rows) {
     for (const Measured& m : rows)
         logs.push_back(std::log(m.whole / m.seconds));
 
+    // Take the middle one; of an even number of them, the mean of both in the middle.
+    std::sort(logs.begin(), logs.end());
+    double middle = (logs[logs.size() / 2] + logs[(logs.size() - 1) / 2]) / 2;
+
     // Weigh logs by the inverse of their variance.
     double measured = double(rows.size()) / (ROW_SIGMA * ROW_SIGMA);
     double before = 1 / (PRIOR_SIGMA * PRIOR_SIGMA);
-    double sum = measured * middle_of(logs) + before * std::log(prior);
+    double sum = measured * middle + before * std::log(prior);
     return std::clamp(std::exp(sum / (measured + before)), 0.02, 1.0);
 }
 

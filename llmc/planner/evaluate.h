@@ -86,14 +86,6 @@ inline const std::vector<const char*>& layout_flags() {
     return names;
 }
 
-// The row of a flag.
-inline const Flag& flag_row(const std::string& name) {
-    const std::vector<Flag>& table = config_table();
-    auto row = std::find_if(table.begin(), table.end(),
-                            [&](const Flag& f) { return f.name == name; });
-    LLMC_CHECK(row != table.end(), "no flag --%s", name.c_str());
-    return *row;
-}
 
 // A layout's flags, as a shell takes them. Defaults are left out, and so is what the user has said
 // of masters and offload.
@@ -101,7 +93,7 @@ inline std::string layout_flags_text(const Config& c) {
     static const Config plain;
     std::string text;
     for (std::string name : layout_flags()) {
-        const Field& field = flag_row(name).field;
+        const Field& field = find_flag(name)->field;
         std::string value = field_text(c, field);
         bool always = name == "dp" || name == "micro-batch";
         bool usual = !always && value == field_text(plain, field);
@@ -120,7 +112,7 @@ inline std::string layout_flags_text(const Config& c) {
 inline void take_layout(Config& to, const Config& from) {
     auto take = [&](auto member) { to.*member = from.*member; };
     for (const char* name : layout_flags())
-        std::visit(take, flag_row(name).field);
+        std::visit(take, find_flag(name)->field);
 }
 
 // Whether a candidate has the values that the user's flags name, of what the planner chooses.
@@ -132,7 +124,7 @@ inline bool has_named(const Config& user, const Config& c, bool* any = nullptr) 
     for (const std::string& name : names) {
         if (!was_given(user, name)) continue;
         if (any) *any = true;
-        const Field& field = flag_row(name).field;
+        const Field& field = find_flag(name)->field;
         bool levels = name == "recompute" && recompute_of(user) == recompute_of(c);
         all &= levels || field_text(user, field) == field_text(c, field);
     }

@@ -59,7 +59,6 @@ inline double last_product_flops(const Shape& s) {
 // functions are bound by memory, and do not count.
 inline double recompute_flops(const Shape& s, size_t T, Recompute level) {
     double C = double(s.C);
-    double F = width_of_ffn(s);
     double Q = double(s.NH * s.HS);
     double KV = double(s.NKV * s.HS);
     double matrices = s.latent.kv ? latent_elements(s) : C * (2 * Q + 2 * KV);
@@ -68,7 +67,7 @@ inline double recompute_flops(const Shape& s, size_t T, Recompute level) {
         flops += 2 * matrices + 2 * double(T) * attention_channels(s);
     // A norm after the last product needs it again.
     if (redoes_ffn(level))
-        flops += 2 * C * F * (widening_products(s) + int(s.block.post_norm));
+        flops += 2 * C * width_of_ffn(s) * (widening_products(s) + int(s.block.post_norm));
     return flops;
 }
 
@@ -645,11 +644,7 @@ inline double expected_maximum(int n) {
     size_t below = size_t(power);
     return std::lerp(known[below], known[below + 1], power - double(below));
 }
-// Return how much longer the slowest of a stage's ranks computes than they do on average.
-inline double jitter_share(const CostModel& c, const Layout& layout) {
-    if (c.machine.jitter == 0) return 0;
-    return c.machine.jitter * expected_maximum(layout.world() / layout.pp.size);
-}
+
 
 // Return the parts of an action that runs a layer, on an average rank. B is I and W: each of them
 // has half of the products, and I has all the rest.
@@ -673,11 +668,12 @@ inline Times even_seconds(const CostModel& c, const Plan& p, const Model& model,
     t.products -= w.products;
     return a.op == Op::I ? t : w;
 }
-// Return the same on the slowest rank.
+// Return the same on the slowest of a stage's ranks.
 inline Times layer_seconds(const CostModel& c, const Plan& p, const Model& model, const Action& a) {
     Times t = even_seconds(c, p, model, a);
     double computing = t.products + t.attention + t.memory + t.recompute;
-    t.jitter = jitter_share(c, p.layout) * computing;
+    int ranks = p.layout.world() / p.layout.pp.size;
+    t.jitter = c.machine.jitter * expected_maximum(ranks) * computing;
     t.launch -= std::min(t.launch, t.jitter); // longer work hides more of the host's
     return t;
 }

@@ -462,9 +462,7 @@ struct Answer {
 // fewest techniques, then the least memory. Returns its index.
 inline size_t choose_trial(const std::vector<Trial>& best) {
     size_t chosen = 0;
-    auto rank = [](const Trial& t) {
-        return std::pair(techniques(t.config), t.bytes);
-    };
+    auto rank = [](const Trial& t) { return std::pair(techniques(t.config), t.bytes); };
     for (size_t i = 1; i < best.size(); i++) {
         if (best[i].seconds > TIE * best[0].seconds) break;
         if (rank(best[i]) < rank(best[chosen]))
@@ -574,8 +572,7 @@ Trials try_candidates(Search<T, S>& s) {
     }
 
     // Try the four simplest of those that were left: one of them may win a tie.
-    auto simpler = [](const auto& x, const auto& y) { return x.first < y.first; };
-    std::stable_sort(simple.begin(), simple.end(), simpler);
+    std::ranges::stable_sort(simple, {}, &std::pair<int, BoundedLayout>::first);
     for (size_t i = 0; i < simple.size() && i < 4; i++) {
         const BoundedLayout& x = simple[i].second;
         Config c = with_leaf(s.schedules[x.schedule], x.leaf);
@@ -603,10 +600,7 @@ Answer answer_question(const PlanQuestion& q, S where) {
     }
 
     // Show the fastest that fit. The last place is for a simpler one that ties with the first.
-    auto faster = [](const Trial& x, const Trial& y) {
-        return x.seconds < y.seconds;
-    };
-    std::stable_sort(trials.all.begin(), trials.all.end(), faster);
+    std::ranges::stable_sort(trials.all, {}, &Trial::seconds);
     int simplest = INT_MAX;
     for (const Trial& trial : trials.all) {
         bool full = a.best.size() == SHOWN;

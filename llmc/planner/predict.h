@@ -101,8 +101,7 @@ inline std::vector<BeforeStep> before_steps(const Config& c, const PlanOptions& 
     if (kind == LossKind::DISTILL)
         return {{teacher, teacher_options(train), true}};
     if (kind != LossKind::KTO) return {};
-    double times = double(train.micro_batches);
-    return {{model, evaluation_of(train), false, times}};
+    return {{model, evaluation_of(train), false, double(train.micro_batches)}};
 }
 
 // Return the layout of such runs, given the step's, but for a teacher's stages.

@@ -214,7 +214,6 @@ inline bool run_lines(Simulator& s, int r) {
 // Returns false if some of it is not over yet.
 inline bool finish_due(Simulator& s, int r) {
     SimulatedRank& me = s.ranks[r];
-    const Plan& p = s.plans[r];
     // Require all of it to be over: a stream that waits for one of two waits for both.
     const std::vector<int>& due = me.due[me.at];
     for (int i : due)
@@ -222,7 +221,7 @@ inline bool finish_due(Simulator& s, int r) {
 
     for (int i : due) {
         const ActionTimes& m = me.of[i];
-        Op op = p.actions[i].op;
+        Op op = s.plans[r].actions[i].op;
         Seconds part = op == Op::SENDRECV ? &Times::pipeline : &Times::data;
         if (queue_of(op) == Queue::MOVE)
             part = &Times::moves;

@@ -137,12 +137,6 @@ inline void profile_add(Profile& p, const std::vector<TimedAction>& actions, dou
     }
 }
 
-// A row as a line. Times are in milliseconds: a step's actions take from thousandths to thousands.
-inline std::string profile_line(const ProfileRow& row, double all) {
-    return formatted("%-24s %9lld %12.3f %10.3f %6.1f%%\n", row.kind.c_str(),
-                     (long long)row.count, row.seconds * 1e3,
-                     row.seconds * 1e3 / double(row.count), 100 * row.seconds / all);
-}
 
 // The whole table. `title` names the run.
 inline std::string profile_text(Profile p, const std::string& title) {
@@ -154,13 +148,15 @@ inline std::string profile_text(Profile p, const std::string& title) {
                      [](auto& a, auto& b) { return a.seconds > b.seconds; });
     p.rows.push_back({"between", p.steps, left});
 
-    // Name the columns that profile_line() fills.
+    // Times are in milliseconds: a step's actions take from thousandths to thousands.
     std::string text = title + "\n";
     text += formatted("%lld steps of %.3f ms\n%-24s %9s %12s %10s %7s\n", (long long)p.steps,
                       p.seconds * 1e3 / double(p.steps), "action", "count", "total ms", "ms each",
                       "share");
     for (const ProfileRow& row : p.rows)
-        text += profile_line(row, p.seconds);
+        text += formatted("%-24s %9lld %12.3f %10.3f %6.1f%%\n", row.kind.c_str(),
+                          (long long)row.count, row.seconds * 1e3,
+                          row.seconds * 1e3 / double(row.count), 100 * row.seconds / p.seconds);
     return text;
 }
 

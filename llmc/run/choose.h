@@ -35,12 +35,6 @@ namespace llmc {
 // ----------------------------------------------------------------------------
 // shape, tokenizer, prompt, data
 
-// Without --vocab, give new weights as many tokens as the tokenizer that the user names.
-inline void follow_tokenizer(Run& run) {
-    Config& c = run.config;
-    if (has_new_weights(c) && was_given(c, "tokenizer") && !was_given(c, "vocab"))
-        c.vocab = run.tokenizer.vocab_size;
-}
 
 // Open the tokenizer that the flags name. Without --tokenizer it is the model folder's own if it
 // has one, else bytes.
@@ -106,9 +100,8 @@ inline void look_at_data(Run& run) {
 // The folder whose chat template counts: that of the adapters, if it has one, else the model's.
 inline std::string chat_folder(const Config& c) {
     Json text;
-    if (!c.adapter.empty() && read_chat_template(c.adapter, &text).empty())
-        if (text.is_string())
-            return c.adapter;
+    if (!c.adapter.empty() && read_chat_template(c.adapter, &text).empty() && text.is_string())
+        return c.adapter;
     return file_type(c.model) == S_IFDIR ? c.model : "";
 }
 
@@ -343,7 +336,8 @@ inline PlanOptions generate_options(const Run& run, PlanOptions generate) {
     size_t texts = run.samples.prompts.size() * size_t(c.samples);
     if (answers_are_shared(c))
         texts = ceil_div(texts, size_t(c.dp));
-    generate.B = generation_slots(c, texts);
+    // Samples are printed token by token, so one at a time; completions go to a file, so --slots.
+    generate.B = c.prompts.empty() ? 1 : std::min(size_t(c.slots), texts);
 
     // Hold the longest text.
     generate.T = 1;
@@ -375,7 +369,8 @@ inline std::vector<PlanOptions> choose_plans(Run& run) {
     PlanOptions evaluate = evaluation_of(train);
     if (evaluate.objective.distills()) evaluate.objective = {}; // the text's own loss
     bool only_exports = c.steps == 0 && !c.eval && c.sample_tokens == 0;
-    if (wants_validation(c) || evaluates_rollouts(c))
+    bool other_policies = keeps_start(c) || (has_rollouts(c) && c.updates > 1);
+    if (wants_validation(c) || other_policies)
         run.plans.evaluate = add(evaluate);
     if (only_exports) add(evaluate); // it never runs: it gives the exported weights their place
 
@@ -388,9 +383,13 @@ inline std::vector<PlanOptions> choose_plans(Run& run) {
     for (ScoreGroup& group : run.questions.groups)
         group.plan = add(score_plan(evaluate, group.T, run.layout));
 
-    // Evaluate a prompt that becomes a prefix.
+    // Evaluate the rows of a prompt, which become a prefix.
     if (run.plans.prompt_rows) {
-        run.plans.prompt = add(prompt_options(c, evaluate));
+        PlanOptions prompt = evaluate;
+        prompt.whole_sequences = true;
+        prompt.B = c.sequence_parallel ? size_t(c.tp) : 1;
+        prompt.T = size_t(c.prefix);
+        run.plans.prompt = add(prompt);
         if (trains)
             note(run, concat("--adapter ", c.adapter, ": a prompt's rows become keys and values of "
                              "each layer, and these are trained, as a prefix"));
@@ -418,15 +417,6 @@ inline void check_plans_of_all_ranks(const Run& run, const std::vector<PlanOptio
 // ----------------------------------------------------------------------------
 // fp16's loss scale
 
-// Check that a scale is a power of two: "" or what to try. Multiplying by a power of two changes
-// exponents only, so it rounds nothing.
-inline std::string check_power_of_two(double value) {
-    int exponent = std::ilogb(value);
-    if (value == std::ldexp(1, exponent))
-        return "";
-    return concat("--loss-scale ", value, " is no power of two: try ", std::ldexp(1, exponent),
-                  " or ", std::ldexp(2, exponent));
-}
 
 // Set a fixed scale from the text of --loss-scale: "" or what is wrong with it.
 inline std::string fix_loss_scale(const std::string& text, LossScaling* scaling) {
@@ -436,7 +426,12 @@ inline std::string fix_loss_scale(const std::string& text, LossScaling* scaling)
         return "--loss-scale " + wrong + ", or dynamic";
     scaling->dynamic = false;
     scaling->start = float(value);
-    return check_power_of_two(value);
+
+    // Multiplying by a power of two changes exponents only, so it rounds nothing.
+    int exponent = std::ilogb(value);
+    if (value == std::ldexp(1, exponent)) return "";
+    return concat("--loss-scale ", value, " is no power of two: try ", std::ldexp(1, exponent),
+                  " or ", std::ldexp(2, exponent));
 }
 
 // Choose a run's loss scaling, Megatron-LM's where --loss-scale does not fix it: "" or what is

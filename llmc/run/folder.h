@@ -75,19 +75,17 @@ inline std::string interval_text(double hours_of_a_rank, int ranks, double save_
 // ----------------------------------------------------------------------------
 // the folder is this run's
 
-// Whether a log has more than its first line, which holds the configuration.
-inline bool log_has_steps(const std::string& out) {
-    std::ifstream in(out + "/log.jsonl");
-    std::string line;
-    return std::getline(in, line) && std::getline(in, line);
-}
 
 // Describe the run that a folder holds; "": there is none that a new run could destroy.
 inline std::string run_in(const std::string& out) {
     std::vector<int64_t> steps = checkpoint_steps(out);
     if (!steps.empty())
         return concat("a run at step ", steps[0]);
-    return log_has_steps(out) ? "a run's log" : "";
+
+    // A log's first line holds the configuration; its steps follow.
+    std::ifstream log(out + "/log.jsonl");
+    std::string line;
+    return std::getline(log, line) && std::getline(log, line) ? "a run's log" : "";
 }
 
 // Lock the folder: "" or why not. The system releases the lock when the process ends,
@@ -126,9 +124,8 @@ inline std::string make_folder(Run& run) {
     std::filesystem::create_directories(c.out, error);
     if (error)
         return "--out " + c.out + ": cannot be made: " + error.message();
-    std::string unlocked, wrong = lock_folder(c.out, &unlocked);
-    if (!wrong.empty())
-        return wrong;
+    std::string unlocked;
+    LLMC_TRY(lock_folder(c.out, &unlocked));
     if (!unlocked.empty())
         note(run, concat("--out ", c.out, " cannot be locked (", unlocked,
                          "): see that no second run writes there"));
@@ -246,8 +243,7 @@ inline bool is_of_other_numbers(const Config& c, const Json& saved, const std::s
 
     // New adapters, a new prefix and a folder's exclude one another.
     const char* kinds[] = {"lora", "prefix", "adapter"};
-    bool kind = std::ranges::find(kinds, name) != std::end(kinds);
-    if (kind)
+    if (std::ranges::find(kinds, name) != std::end(kinds))
         return std::ranges::any_of(kinds, [&](std::string other) {
             return other != name && was_given(c, other);
         });
@@ -317,8 +313,7 @@ inline std::string take_run_model(Config& c) {
     std::string folder = c.model;
     if (!steps.empty())
         folder += "/" + step_folder(steps[0]);
-    bool is_checkpoint = file_type(folder + "/manifest.json");
-    if (steps.empty() && !is_checkpoint)
+    if (steps.empty() && !file_type(folder + "/manifest.json"))
         return "";
     Json manifest;
     std::string wrong = read_manifest(folder, &manifest);
@@ -362,8 +357,7 @@ inline std::string check_place_among_prompts(const Config& c, const Json& saved)
     bool both = has_rollouts(c) && saved.contains("loss") && saved["loss"] == c.loss;
     for (const char* name : {"group", "updates"}) {
         int now = strcmp(name, "group") == 0 ? c.group : c.updates;
-        bool differs = both && writes_folder(c) && saved.contains(name) && saved[name] != now;
-        if (differs)
+        if (both && writes_folder(c) && saved.contains(name) && saved[name] != now)
             return concat("--", name, " ", now, ": this run has ", json_word(saved[name]),
                           ", by which it counts its prompts: leave --", name,
                           " out, or start a new run from its weights");

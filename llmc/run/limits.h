@@ -38,19 +38,14 @@ namespace llmc {
 // ----------------------------------------------------------------------------
 // memory
 
-// Bytes that an asynchronous save's copy takes of the memory in which a rank's step runs. On a GPU
-// it takes none: the copy is in the host's memory.
-template <typename T, typename S>
-size_t snapshot_here(const Config& c, const Trainer<T, S>& t) {
-    bool saves = c.save_async && has_steps(c);
-    return saves && is_here(Tier::HOST, t.ctx.where) ? snapshot_bytes(t) : 0;
-}
-
-// Bytes that a rank takes beside its arena, of the memory that holds the model.
+// Bytes that a rank takes beside its arena, of the memory that holds the model. An asynchronous
+// save's copy takes none of a GPU's: it is in the host's memory.
 template <typename T, typename S>
 size_t bytes_beside(const Run& run, const std::vector<PlanOptions>& plans, int rank,
                     const Trainer<T, S>& t) {
-    return snapshot_here(run.config, t) + companion_bytes(run, plans, rank, t.ctx.where);
+    const Config& c = run.config;
+    bool copies = c.save_async && has_steps(c) && is_here(Tier::HOST, t.ctx.where);
+    return (copies ? snapshot_bytes(t) : 0) + companion_bytes(run, plans, rank, t.ctx.where);
 }
 
 // Bytes that a rank takes under given plans. Nothing is allocated.
@@ -335,14 +330,6 @@ std::string choose_recompute(const Run& run, std::vector<PlanOptions>& plans, S 
 // ----------------------------------------------------------------------------
 // disk
 
-// Bytes of a checkpoint, with the state of all ranks.
-template <typename T, typename S>
-size_t checkpoint_bytes(const Trainer<T, S>& t) {
-    size_t elements = 0;
-    for (const StateTensor& s : state_tensors(t))
-        elements += s.p->file_elements();
-    return elements * sizeof(acc_t<T>);
-}
 
 // Bytes that the user may still write on the disk of a path; SIZE_MAX: unknown.
 inline size_t disk_left(const std::string& path) {
@@ -409,8 +396,10 @@ void check_disk(const Run& run, const Trainer<T, S>& t, size_t offloaded) {
     if (c.out.empty() || !is_first_rank(run))
         return;
 
-    // Count the checkpoints that are still to come.
-    size_t bytes = checkpoint_bytes(t);
+    // Count the checkpoints that are still to come, each with the state of all ranks.
+    size_t bytes = 0;
+    for (const StateTensor& s : state_tensors(t))
+        bytes += s.p->file_elements() * sizeof(acc_t<T>);
     size_t most = size_t(newest_kept(c)) + 1 + keeps_best(c);
     size_t there = std::min(most, checkpoint_steps(c.out).size());
     size_t needed = (most - there) * bytes;

@@ -21,6 +21,7 @@
 #include "../io/checkpoint.h"
 #include "../io/checkpoint_load.h"
 #include "../io/files.h"
+#include "../io/machines.h"
 #include "../io/manifest.h"
 #include "../io/one_reader.h"
 #include "../ops/types.h"
@@ -96,13 +97,10 @@ inline std::string make_buddies(const Comm& world, const std::string& dir, Buddi
     if (!there || !S_ISDIR(s.st_mode))
         wrong = concat("--buddy ", b->folder, ": cannot be made: ",
                        error ? error.message() : "it is no folder");
-    wrong = first_error(world, wrong);
-    if (!wrong.empty()) return wrong;
+    LLMC_TRY(first_error(world, wrong));
 
     // Tell machines by the kernel's boot id, and folders on one machine by device and inode.
-    std::string boot;
-    std::ifstream("/proc/sys/kernel/random/boot_id") >> boot;
-    std::string mine = concat(boot, " ", s.st_dev, " ", s.st_ino);
+    std::string mine = concat(boot_name(), " ", s.st_dev, " ", s.st_ino);
     std::vector<std::string> all = gather_texts(world, mine);
     for (const std::string& place : all) {
         auto first = std::find(all.begin(), all.end(), place);
@@ -243,8 +241,7 @@ inline std::string find_buddy_files(const Comm& world, const Buddies& b, int64_t
     // Compare manifests: a machine that was away has the old one of a step that was done again.
     have = have && mine["crc32"] == (*manifest)["crc32"];
     for (size_t i = 0; i < files.size(); i++) {
-        bool looks = have && i % here.size() == place;
-        if (looks && verify_file(folder, files[i]).empty())
+        if (have && i % here.size() == place && verify_file(folder, files[i]).empty())
             first[i] = world.size - world.rank;
     }
     all_reduce_max(world, first.data(), first.size(), Cpu{});

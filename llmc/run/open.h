@@ -50,14 +50,15 @@ namespace llmc {
 // before there is a trainer
 
 // Complete the flags from the checkpoint; the command line takes precedence. Then read the model's
-// small files once for all processes, open the tokenizer, whose size may set the vocabulary, and
-// choose the model's shape.
+// small files once for all processes, open the tokenizer, whose size sets the vocabulary of new
+// weights without --vocab, and choose the model's shape.
 inline void choose_model(Run& run) {
     Config& c = run.config;
     adopt_checkpoint(run);
     share_small_files(run.world, c);
     open_tokenizer(run);
-    follow_tokenizer(run);
+    if (has_new_weights(c) && was_given(c, "tokenizer") && !was_given(c, "vocab"))
+        c.vocab = run.tokenizer.vocab_size;
     run.shape = choose_shape(c);
 }
 
@@ -257,13 +258,6 @@ void load_model(Run& run, Trainer<T, S>& t) {
     else if (type)
         or_die(model_file_load(t, c.model));
     init_weights(t, uint64_t(c.seed), !drawn);
-}
-
-// Whether it is time for something that is done every `n` steps; n = 0 means never. After the last
-// step the answer is `last`: false for checks, samples and saves, which the end of the run does.
-inline bool is_time(const Run& run, int64_t n, bool last) {
-    if (run.step == run.config.steps) return last;
-    return n && run.step % n == 0;
 }
 
 } // namespace llmc

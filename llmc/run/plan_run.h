@@ -139,8 +139,7 @@ template <typename T, typename S> bool plan_run(Run& run, S where) {
     bool named = c.explain && named_layout<T>(q, &yours, where, &refused);
 
     // The user may know a faster one than was tried.
-    bool faster = named && has_room(q, yours) && yours.seconds < a.best[0].seconds;
-    if (faster) {
+    if (named && has_room(q, yours) && yours.seconds < a.best[0].seconds) {
         a.best.insert(a.best.begin(), yours);
         if (a.best.size() > SHOWN) a.best.pop_back();
         a.chosen = choose_trial(a.best);

@@ -125,14 +125,7 @@ inline std::vector<int> prompt_tokens(const Run& run, const std::string& prompt)
     return t.eot >= 0 ? std::vector<int>{t.eot} : encode(t, "\n");
 }
 
-// The number of positions that a sample may use.
-inline size_t choose_context_length(const Run& run) {
-    const Config& c = run.config;
-    bool new_weights = has_new_weights(c);
-    bool table = run.shape.embedding.position == Position::LEARNED;
-    size_t all = text_positions(run.shape);
-    return new_weights && table ? std::min(all, size_t(c.seq)) : all;
-}
+
 
 // Shorten a prompt that does not fit into the positions: keep its end, with room for the wanted
 // tokens after it, but for at most half of the positions. bos: a first token to restore; -1: none.
@@ -148,7 +141,10 @@ inline void shorten_prompt(std::vector<int>* tokens, int bos, size_t positions, 
 inline void choose_ends(Run& run, const char* flag) {
     LLMC_USER_CHECK(!flag || vocab_matches(run), "%s: %s", flag, foreign_tokenizer(run).c_str());
     run.samples.stop_tokens = choose_stop_tokens(run);
-    run.samples.context_length = choose_context_length(run);
+    size_t all = text_positions(run.shape), trained = size_t(run.config.seq);
+    bool table = run.shape.embedding.position == Position::LEARNED;
+    bool learns = has_new_weights(run.config) && table;
+    run.samples.context_length = learns ? std::min(all, trained) : all;
 }
 
 // The flags of samples, as generate() takes them.
@@ -595,9 +591,8 @@ inline std::string fit_conversation(Run& run, Talk& talk) {
     size_t forgotten = 0;
     size_t room = std::min(size_t(run.config.sample_tokens), positions / 2);
     for (;;) {
-        std::string wrong = chat_prompt(run.chat, talk.messages, &talk.prompt);
+        LLMC_TRY(chat_prompt(run.chat, talk.messages, &talk.prompt));
         size_t n = talk.prompt.size();
-        if (!wrong.empty()) return wrong;
         if (n + room <= positions) break;
         if (talk.messages.size() == 1)
             return concat("the question has ", n, " tokens, ", n + room - positions,
@@ -657,8 +652,7 @@ void answer_question(Run& run, Trainer<T, S>& t, Talk& talk) {
     // Generate, and remember why the answer ended: only a token means that nothing is missing.
     Ended why = Ended::BY_STOP;
     auto end = [&](int64_t, Ended ended) { why = ended; };
-    size_t most_tokens = size_t(run.config.sample_tokens);
-    generate(t, run.plans.generate, texts, most_tokens, how, emit, end);
+    generate(t, run.plans.generate, texts, size_t(run.config.sample_tokens), how, emit, end);
     print(true);
     if (is_first_rank(run)) printf("\n");
 

@@ -3,6 +3,7 @@
 //   train_step       set the learning rate, run the plan, check the result, count it, log it
 //   heed_wishes      between two steps: signals and saves, on all ranks alike
 //   end_training     save the last step, close the log
+//   train_steps      all of these: the loop over a run's steps
 #pragma once
 #include "../comm/rank_status.h"
 #include "../io/config.h"
@@ -220,8 +221,7 @@ template <typename T, typename S>
 void end_training(Run& run, Trainer<T, S>& t) {
     t.hooks.stopped = nullptr;
     save_at_the_end(run, t);
-    bool on_disk = run.saves.step == run.step;
-    if (run.saves.buddies && on_disk)
+    if (run.saves.buddies && run.saves.step == run.step)
         remove_buddies(run.world, *run.saves.buddies);
     if (!run.end.stopped)
         run.end.stopped = agree(run.world, {stop_signal, false}).stop;
@@ -236,6 +236,46 @@ void end_training(Run& run, Trainer<T, S>& t) {
         printf("stopped by %s at step %lld%s\n", signal_name(run.end.stopped).c_str(),
                (long long)run.step,
                run.saves.step == run.step ? ": --resume goes on" : ", which is not saved");
+}
+
+// Whether it is time for something that is done every `n` steps; n = 0 means never. After the last
+// step the answer is `last`: false for checks, samples and saves, which the end of the run does.
+inline bool is_time(const Run& run, int64_t n, bool last) {
+    if (run.step == run.config.steps) return last;
+    return n && run.step % n == 0;
+}
+
+// Train: before() and one plan a step; evaluate, sample and save when it is time. A signal ends
+// training between two steps, on all ranks after the same step.
+template <typename T, typename S, typename F>
+void train_steps(Run& run, Trainer<T, S>& t, F before) {
+    const Config& c = run.config;
+    CatchSignals catch_signals;
+    begin_training(run, t);
+    while (run.step < c.steps) {
+        before();
+        train_step(run, t);
+        Wishes wishes = heed_wishes(run, t);
+        if (run.end.stopped) break;
+        if (is_time(run, c.verify_every, false))
+            check_ranks(run, t);
+
+        // Evaluate. This may take minutes, so a signal ends an evaluation too.
+        if (is_time(run, c.eval_every, true))
+            report_evaluation(run, t);
+        if (run.end.stopped) break;
+
+        // Keep the best checkpoint, sample, and save.
+        if (run.best.step == run.step)
+            keep_best_checkpoint(run, t);
+        if (is_time(run, c.sample_every, false))
+            print_samples(run, t);
+        if (run.saves.buddies && is_time(run, c.buddy_every, false))
+            save_in_memory(run, t);
+        if (wishes.save || is_time(run, save_rule(c).steps, false))
+            save(run, t);
+    }
+    end_training(run, t);
 }
 
 // Leave the samples and the export that the flags ask for. After a signal do neither: its sender

@@ -65,9 +65,9 @@ inline Merging merging_of(const Json& j) {
 // Find how a folder's adapters are read.
 inline std::string merging_of(const std::string& folder, Merging* merging) {
     Json j;
-    std::string wrong = read_json(peft_config_path(folder), &j);
-    if (wrong.empty()) *merging = merging_of(j);
-    return wrong;
+    LLMC_TRY(read_json(peft_config_path(folder), &j));
+    *merging = merging_of(j);
+    return "";
 }
 
 // Refuse options that compute another function of A and B, or that train more than them.
@@ -354,8 +354,7 @@ inline std::string read_adapter(const Model& base, const Parameter& p, size_t ex
 
 // Read which adapters a folder has, for a model that has none yet. Only headers are read, before
 // anything is allocated; load_adapters() reads the values later.
-inline std::string read_adapters(const Model& base, const std::string& folder,
-                                 Adapters* adapters) {
+inline std::string read_adapters(const Model& base, const std::string& folder, Adapters* adapters) {
     std::string path = peft_config_path(folder);
     Json j;
     SafeTensors file;
@@ -541,9 +540,8 @@ std::string write_adapters(const Trainer<T, S>& t, const std::string& folder, Ty
     }
     std::string wrong = first_error(t.comms.world, writes ? writer_close(&w) : "");
     if (!wrong.empty() || !writes) return wrong;
-    wrong = write_text_file(peft_config_path(folder),
-                            peft_config(t.model, base).dump(2) + "\n");
-    return wrong.empty() ? sync_folder(folder) : wrong;
+    std::string config = peft_config(t.model, base).dump(2) + "\n";
+    return write_texts(folder, {{"adapter_config.json", config}});
 }
 
 // Export a folder of adapters, completely or not at all. `base` is the model's name in the config.

@@ -46,8 +46,7 @@ inline std::string base_identity(const Comm& world, const std::string& model, in
         std::string name = std::filesystem::path(files[i]).filename().string();
         mine += concat(i, " ", bytes, " ", crc, " ", files.size() > 1 ? name : "", "\n");
     }
-    wrong = first_error(world, wrong);
-    if (!wrong.empty()) return wrong;
+    LLMC_TRY(first_error(world, wrong));
 
     // Join the lines of all ranks. Sizes are added; the lines are hashed.
     size_t all = 0;

@@ -85,10 +85,8 @@ inline std::string read_messages(const Json& list, const char* role, const char*
         ChatMessage m;
         if (!each.is_object()) return "has a message that is no object";
         std::string wrong = take_string(each, role, true, &m.role);
-        if (wrong.empty())
-            wrong = refuse_tool(each, m.role);
-        if (wrong.empty())
-            wrong = take_content(each, text, &m.text);
+        if (wrong.empty()) wrong = refuse_tool(each, m.role);
+        if (wrong.empty()) wrong = take_content(each, text, &m.text);
         if (!wrong.empty())
             return concat("message ", out->size() + 1, " ", wrong);
         m.role = usual_role(m.role);
@@ -312,23 +310,19 @@ inline std::string conversation_tokens(const Chat& chat, const Json& line, LineP
                                        ConversationCounts* counts) {
     ChatTokens written;
     bool ready = line.contains("input_ids");
-    std::string wrong = ready ? read_tokens(line, chat.tokenizer->vocab_size, &written)
-                              : chat_tokens(chat, parts[ASKED], &written);
-    if (wrong.empty())
-        *tokens = marked_tokens(written, T, counts);
-    return wrong;
+    LLMC_TRY(ready ? read_tokens(line, chat.tokenizer->vocab_size, &written)
+                   : chat_tokens(chat, parts[ASKED], &written));
+    *tokens = marked_tokens(written, T, counts);
+    return "";
 }
 
-// Whether two messages are the same text of the same role. Weights and inputs do not matter.
-inline bool same_message(const ChatMessage& a, const ChatMessage& b) {
-    return a.role == b.role && a.text == b.text;
-}
 
-// Leave the messages untrained with which both conversations begin: they are the question.
+// Leave the messages untrained with which both conversations begin: they are the question. Weights
+// and inputs do not matter.
 inline void leave_common_start(Conversation& chosen, Conversation& rejected) {
     size_t shortest = std::min(chosen.size(), rejected.size());
     for (size_t i = 0; i < shortest; i++) {
-        if (!same_message(chosen[i], rejected[i]))
+        if (chosen[i].role != rejected[i].role || chosen[i].text != rejected[i].text)
             break;
         chosen[i].trained = rejected[i].trained = false;
     }
@@ -434,10 +428,9 @@ inline std::vector<int> pack_lines(const DataKind& kind, const Chat& chat, std::
     std::vector<std::vector<int>> records;
     read_records(text, line, path, counts, [&](const Json& j) {
         std::vector<int> tokens;
-        std::string wrong = line_tokens(kind, chat, j, T, &tokens, counts);
-        if (wrong.empty())
-            records.push_back(std::move(tokens));
-        return wrong;
+        LLMC_TRY(line_tokens(kind, chat, j, T, &tokens, counts));
+        records.push_back(std::move(tokens));
+        return std::string();
     });
     return pack_windows(std::move(records), T, chat.end);
 }

@@ -75,8 +75,7 @@ inline size_t answers_of_step(const Run& run) {
 inline void rollout_numbers_of_rows(const Rollouts& r, uint64_t sample, size_t T, RowNumbers to) {
     if (r.advantages.empty()) return;
     size_t answer = sample - r.first;
-    float advantage = r.advantages.at(answer);
-    std::fill_n(to.feedback, T, advantage);
+    std::fill_n(to.feedback, T, r.advantages.at(answer));
 
     // Log p, where another policy has evaluated the answers.
     size_t first = answer * T;
@@ -219,8 +218,7 @@ inline std::string rewards_by_program(const Run& run, const Rollouts& r,
         }
         wrong = command_rewards(reward_program(c.reward), c.reward_seconds, answers, rewards);
     }
-    wrong = broadcast_text(run.world, wrong, 0);
-    if (!wrong.empty()) return wrong;
+    LLMC_TRY(broadcast_text(run.world, wrong, 0));
     rewards->resize(r.tokens.size());
     broadcast(run.world, rewards->data(), rewards->size(), 0, Cpu{});
     return "";
@@ -255,16 +253,14 @@ inline void take_means(Rollouts* r, const std::vector<double>& rewards, size_t g
         *sum /= double(answers);
 
     // Count the groups whose rewards are all equal: their advantages are 0, so they teach nothing.
-    size_t groups = answers / group;
-    r->equal = double(equal_groups(rewards, group)) / double(groups);
+    r->equal = double(equal_groups(rewards, group)) / double(answers / group);
 }
 
 // Log p of the answers' tokens under the weights as they are. All ranks call, and get the same.
 template <typename T, typename S>
 std::vector<float> rollout_logp(Run& run, Trainer<T, S>& t, const Rollouts& r) { // (answers,T)
-    size_t length = size_t(run.config.seq);
     auto window = [&](uint64_t sample, int* tokens, int* targets) {
-        rollout_window(r, r.first + sample, length, tokens, targets);
+        rollout_window(r, r.first + sample, size_t(run.config.seq), tokens, targets);
         return std::string();
     };
     return window_logp(run, t, r.tokens.size(), window);

@@ -184,8 +184,8 @@ std::string write_prefix(const Trainer<T, S>& t, const std::string& folder, Type
     }
     std::string wrong = first_error(t.comms.world, writes ? writer_close(&w) : "");
     if (!wrong.empty() || !writes) return wrong;
-    wrong = write_text_file(peft_config_path(folder), prefix_config(s, base).dump(2) + "\n");
-    return wrong.empty() ? sync_folder(folder) : wrong;
+    std::string config = prefix_config(s, base).dump(2) + "\n";
+    return write_texts(folder, {{"adapter_config.json", config}});
 }
 
 // Export what was trained beside the base, of either kind: completely or not at all. beside: the

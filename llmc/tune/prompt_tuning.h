@@ -151,8 +151,7 @@ void make_prefix(Trainer<T, S>& t, int plan, const std::vector<float>& rows) { /
         size_t KV = mine.size() / n;
 
         // Put this rank's heads at their place among all heads.
-        size_t rank = size_t(layout.tp.rank);
-        size_t head = rank * shape.NKV / size_t(layout.tp.size);
+        size_t head = size_t(layout.tp.rank) * shape.NKV / size_t(layout.tp.size);
         std::vector<float> values(n * all);
         for (size_t i = 0; owner && KV > 0 && i < n; i++)
             std::copy_n(&mine[i * KV], KV, &values[i * all + head * shape.HS]);

@@ -476,7 +476,7 @@ TEST(Planner, FlagsThatItChoosesNameALayoutOfYours) {
         }
         Trial yours;
         ASSERT_TRUE(named_layout<bf16>(q, &yours, Cpu{})) << flag;
-        EXPECT_EQ(field_text(yours.config, flag_row(flag).field), value)
+        EXPECT_EQ(field_text(yours.config, find_flag(flag)->field), value)
             << layout_flags_text(yours.config);
         EXPECT_TRUE(has_room(q, yours)) << layout_flags_text(yours.config);
         Answer a = answer_question<bf16>(q, Cpu{});
