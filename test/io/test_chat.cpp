@@ -9,7 +9,7 @@
 #include "../../llmc/tune/reward_command.h"
 #include "../../llmc/tune/rewards.h"
 #include "../../llmc/tune/rollouts.h"
-#include "../harness/testing.h"
+#include "../harness/runs.h"
 
 using namespace llmc;
 
@@ -765,12 +765,8 @@ TEST(Conversations, BothSplitsAreWholeWindowsAndShareNone) {
 // The numbers under some keys of each step of a run.
 static std::vector<double> step_log(const std::string& out, const std::vector<const char*>& keys) {
     std::vector<double> found;
-    std::istringstream lines(read_file(out + "/log.jsonl"));
-    for (std::string line; std::getline(lines, line);) {
-        nlohmann::json j = nlohmann::json::parse(line);
-        for (const char* key : keys)
-            if (j.contains("lr")) found.push_back(j[key]);
-    }
+    for (const nlohmann::json& step : logged(out))
+        for (const char* key : keys) found.push_back(step[key]);
     return found;
 }
 
