@@ -827,9 +827,8 @@ TEST(Gradients, PaddingStaysZero) {
 // Initial weights are drawn from the parameter's own name, and are zero in
 // the vocabulary's padding.
 TEST(Init, WeightsComeFromNamesAndPaddingIsZero) {
-    Trainer<float, Cpu> t;
-    trainer_place(t, small_gpt2(false), {small_plan(1, 8, 1)});
-    trainer_allocate(t);
+    Small<float> small(small_gpt2(false), {small_plan(1, 8, 1)});
+    Trainer<float, Cpu>& t = small.t;
     init_weights(t, 9);
     for (const Parameter& p : t.model.parameters) {
         const float* w = address<const float>(t, {Kind::WEIGHT, p.bucket}) + p.offset;
@@ -841,7 +840,6 @@ TEST(Init, WeightsComeFromNamesAndPaddingIsZero) {
                 << p.name << "[" << i << "]";
         }
     }
-    trainer_free(t);
 }
 
 // The mean and the deviation of a parameter's first values by the published rule, and whether they
@@ -1264,9 +1262,8 @@ TEST(Learning, Bf16FollowsFloat) {
     Shape s = gpt2_shape(2, 2, 32, 61, 32);
     auto curve = [&](auto zero) {
         typedef decltype(zero) T;
-        Trainer<T, Cpu> t;
-        trainer_place(t, s, {small_plan(4, 32, 1)});
-        trainer_allocate(t);
+        Small<T> small(s, {small_plan(4, 32, 1)});
+        Trainer<T, Cpu>& t = small.t;
         init_weights(t, 3);
         t.hyper = {3e-3f, 0.9f, 0.95f, 1e-8f, 0.1f, 1.0f};
         t.data.window = [&](uint64_t sample, int* tokens,
@@ -1282,7 +1279,6 @@ TEST(Learning, Bf16FollowsFloat) {
         std::vector<double> losses;
         for (int i = 0; i < 100; i++, t.data.cursor += 4)
             run_plan(t, 0), losses.push_back(plan_loss(t).mean());
-        trainer_free(t);
         return losses;
     };
 
@@ -1314,24 +1310,19 @@ TEST(Learning, NonFiniteGradientsUpdateNothing) {
 // gradient norms within 1e-4 of themselves, which float's rounding explains.
 TEST(Parity, SameLossesAsTrainGptMinForTwentySteps) {
     // Make the textbook's model.
-    std::string text_path = ROOT + "/llmc/plan.h";
-    std::ifstream in(text_path);
-    std::string text((std::istreambuf_iterator<char>(in)), {});
+    std::string text = read_file(ROOT + "/llmc/plan.h");
     const int B = 4, T = 32, STEPS = 20;
     min_gpt::Model m = {};
     m.V = 256, m.T = T, m.L = 2, m.NH = 4, m.C = 32;
     min_gpt::model_init(m, 1337);
 
     // Make the trainer's.
-    std::string copy = scratch("parity.txt");
-    std::ofstream(copy) << text;
+    std::string copy = put_file(scratch("parity.txt"), text);
     Tokenizer tokenizer;
     DataLoader loader;
     ASSERT_EQ(data_open(&loader, copy, Split::TRAIN, false, tokenizer, T, 256, 1337), "");
-    Shape s = gpt2_shape(2, 4, 32, 256, T);
-    Trainer<float, Cpu> t;
-    trainer_place(t, s, {small_plan(B, T, 1)});
-    trainer_allocate(t);
+    Small<float> small(gpt2_shape(2, 4, 32, 256, T), {small_plan(B, T, 1)});
+    Trainer<float, Cpu>& t = small.t;
     init_weights(t, 1337);
     t.data.window = [&](uint64_t sample, int* tokens, int* targets) {
         return load_window(loader, sample, tokens, targets);
@@ -1365,7 +1356,6 @@ TEST(Parity, SameLossesAsTrainGptMinForTwentySteps) {
         EXPECT_NEAR(address<const StepScale>(t, {Kind::SCALE})->norm, norm, 1e-4 * norm)
             << "step " << step;
     }
-    trainer_free(t);
 }
 
 // ----------------------------------------------------------------------------
