@@ -513,8 +513,8 @@ Loss plan_loss(const Trainer<T, S>& t) { return plan_result(t).loss; }
     EXTERN template void run_layer(Trainer<T, S>&, const Action&);                                 \
     EXTERN template void run_action(Trainer<T, S>&, const Action&);                                \
     EXTERN template void run_actions(Trainer<T, S>&, Part);                                        \
-    EXTERN template void linear_forward(T*, const T*, const Weight&, const Weight*, const T*, size_t,  \
-                                        Blas&, S, Fp8Holds*);
+    EXTERN template void linear_forward(T*, const T*, const Weight&, const Weight*, const T*,      \
+                                        size_t, Blas&, S, Fp8Holds*);
 #ifdef __CUDACC__
 #define LLMC_STEP(EXTERN, T) LLMC_STEP_ON(EXTERN, T, Cpu) LLMC_STEP_ON(EXTERN, T, cudaStream_t)
 #else
