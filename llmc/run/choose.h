@@ -35,7 +35,6 @@ namespace llmc {
 // ----------------------------------------------------------------------------
 // shape, tokenizer, prompt, data
 
-
 // Open the tokenizer that the flags name. Without --tokenizer it is the model folder's own if it
 // has one, else bytes.
 inline void open_tokenizer(Run& run) {
@@ -416,7 +415,6 @@ inline void check_plans_of_all_ranks(const Run& run, const std::vector<PlanOptio
 
 // ----------------------------------------------------------------------------
 // fp16's loss scale
-
 
 // Set a fixed scale from the text of --loss-scale: "" or what is wrong with it.
 inline std::string fix_loss_scale(const std::string& text, LossScaling* scaling) {

@@ -75,7 +75,6 @@ inline std::string interval_text(double hours_of_a_rank, int ranks, double save_
 // ----------------------------------------------------------------------------
 // the folder is this run's
 
-
 // Describe the run that a folder holds; "": there is none that a new run could destroy.
 inline std::string run_in(const std::string& out) {
     std::vector<int64_t> steps = checkpoint_steps(out);

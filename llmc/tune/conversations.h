@@ -316,7 +316,6 @@ inline std::string conversation_tokens(const Chat& chat, const Json& line, LineP
     return "";
 }
 
-
 // Leave the messages untrained with which both conversations begin: they are the question. Weights
 // and inputs do not matter.
 inline void leave_common_start(Conversation& chosen, Conversation& rejected) {
