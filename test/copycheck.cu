@@ -44,7 +44,7 @@ template <typename T> std::vector<T> numbers(size_t n, unsigned seed);
 // All that the calls of a file wrote, as double, array by array.
 struct Results {
     std::vector<std::vector<double>> arrays;
-    template <typename X> void add(const std::vector<X>& x);
+    template <typename... X> void add(const std::vector<X>&... x);
 };
 
 #if defined(COPY_pipeline)
@@ -103,10 +103,12 @@ template <typename T> std::vector<T> numbers(size_t n, unsigned seed) {
     }
     return x;
 }
-template <typename X> void Results::add(const std::vector<X>& x) {
-    std::vector<double> y;
-    for (X v : x) y.push_back(double(llmc::to_acc(v)));
-    arrays.push_back(y);
+template <typename... X> void Results::add(const std::vector<X>&... x) {
+    auto add_one = [&](const auto& array) {
+        arrays.emplace_back();
+        for (auto v : array) arrays.back().push_back(double(llmc::to_acc(v)));
+    };
+    (add_one(x), ...);
 }
 
 #endif
@@ -130,11 +132,7 @@ template <typename T, typename S> void calls(Results& r, S where) {
     llmc::add_parts(llmc::layernorm_parts<float>(dw.data(), db.data(), dj.data(), sums.data(), N, C,
                                                  where),
                     false, where);
-    r.add(out);
-    r.add(dx);
-    r.add(dw);
-    r.add(db);
-    r.add(dj);
+    r.add(out, dx, dw, db, dj);
 }
 
 #elif defined(COPY_rmsnorm)
@@ -148,9 +146,7 @@ template <typename T, typename S> void calls(Results& r, S where) {
                            rstd.data(), N, C, where);
     llmc::add_parts<float>({llmc::rmsnorm_parts<float>(dw.data(), sums.data(), N, C, where)}, false,
                            where);
-    r.add(out);
-    r.add(dx);
-    r.add(dw);
+    r.add(out, dx, dw);
 }
 
 #elif defined(COPY_gelu)
@@ -162,9 +158,7 @@ template <typename T, typename S> void calls(Results& r, S where) {
     llmc::gelu_backward(dx.data(), sums.data(), dout.data(), x.data(), N, C, where);
     llmc::add_parts<float>({llmc::gelu_parts<float>(db.data(), sums.data(), N, C, where)}, false,
                            where);
-    r.add(out);
-    r.add(dx);
-    r.add(db);
+    r.add(out, dx, db);
 }
 
 #elif defined(COPY_column_sums)
@@ -185,9 +179,7 @@ template <typename T, typename S> void calls(Results& r, S where) {
     llmc::swiglu_forward(out.data(), gate.data(), up.data(), N * C, where);
     llmc::swiglu_backward(dgate.data(), dup.data(), dout.data(), gate.data(), up.data(), N * C,
                           where);
-    r.add(out);
-    r.add(dgate);
-    r.add(dup);
+    r.add(out, dgate, dup);
 }
 
 #elif defined(COPY_moe)
@@ -224,10 +216,7 @@ template <typename T, typename S> void calls(Results& r, S where) {
     llmc::route_backward(dlogits.data(), dgates.data(), logits.data(), ids.data(), routing,
                          llmc::BalanceTerms{}, N, where);
 
-    r.add(out);
-    r.add(dgate);
-    r.add(dup);
-    r.add(dlogits);
+    r.add(out, dgate, dup, dlogits);
 }
 
 #elif defined(COPY_grouped_matmul)
@@ -243,9 +232,7 @@ template <typename T, typename S> void calls(Results& r, S where) {
     llmc::grouped_forward(y.data(), x.data(), w.data(), groups, false, blas, where);
     llmc::grouped_backward_input(dx.data(), x.data(), w.data(), groups, false, blas, where);
     llmc::grouped_backward_weight(dw.data(), x.data(), y.data(), groups, false, blas, where);
-    r.add(y);
-    r.add(dx);
-    r.add(dw);
+    r.add(y, dx, dw);
 }
 
 #elif defined(COPY_nf4)
@@ -279,8 +266,7 @@ template <typename T, typename S> void calls(Results& r, S where) {
     std::vector<T> x = numbers<T>(N * C, 1), dx = numbers<T>(N * C, 2);
     llmc::rope_forward<T>({x.data(), NH, C}, {}, positions.data(), table.data(), N, HS, where);
     llmc::rope_backward<T>({dx.data(), NH, C}, {}, positions.data(), table.data(), N, HS, where);
-    r.add(x);
-    r.add(dx);
+    r.add(x, dx);
 }
 
 #elif defined(COPY_embedding)
@@ -297,9 +283,7 @@ template <typename T, typename S> void calls(Results& r, S where) {
     llmc::embedding_backward_weight(dwte.data(), dwpe.data(), dout.data(), tokens.data(),
                                     positions.data(), starts.data(), scratch.data(), N, 0, V, P, C,
                                     false, where);
-    r.add(out);
-    r.add(dwte);
-    r.add(dwpe);
+    r.add(out, dwte, dwpe);
 }
 
 #elif defined(COPY_crossentropy)
@@ -320,16 +304,14 @@ template <typename T, typename S> void calls(Results& r, S where) {
                             targets.data(), N, where);
     llmc::crossentropy_backward(logits.data(), targets.data(), row_max.data(), sum_exp.data(), 0.5f,
                                 N, V, C, 0, where);
-    r.add(losses);
-    r.add(logits);
+    r.add(losses, logits);
 
     // and in one call.
     llmc::crossentropy_forward_backward(fused_losses.data(), fused.data(), targets.data(), 0.5f, N,
                                         V, C, where);
     std::vector<double> total(1);
     llmc::crossentropy_total(total.data(), fused_losses.data(), N, where);
-    r.add(fused_losses);
-    r.add(fused);
+    r.add(fused_losses, fused);
     r.add(Floats{float(total[0])});
 }
 
@@ -344,8 +326,7 @@ template <typename T, typename S> void calls(Results& r, S where) {
         coefficient.data(), value.data(), margin.data(), correct.data(), losses.data(),
         targets.data(), starts.data(), feedback.data(), reference.data(), N};
     llmc::objective(rows, {llmc::LossKind::DPO}, N, where);
-    r.add(coefficient);
-    r.add(value);
+    r.add(coefficient, value);
 }
 
 #elif defined(COPY_adamw)
@@ -366,9 +347,7 @@ template <typename T, typename S> void calls(Results& r, S where) {
                        where);
     llmc::TensorRow row = {0, n};
     llmc::sgd_update(plain.data(), nullptr, grad.data(), &row, 1, 0.125f, 0.1f, nullptr, where);
-    r.add(w);
-    r.add(rounded);
-    r.add(plain);
+    r.add(w, rounded, plain);
 }
 
 #elif defined(COPY_adamw_formats)
@@ -524,8 +503,7 @@ template <typename T, typename S> void calls(Results& r, S where) {
     const float* no_residual = nullptr;
     llmc::matmul(out.data(), a.data(), b.data(), bias.data(), residual.data(), p, blas, where);
     llmc::matmul(sums.data(), a.data(), b.data(), no_bias, no_residual, p, blas, where);
-    r.add(out);
-    r.add(sums);
+    r.add(out, sums);
 }
 
 #elif defined(COPY_linear)
@@ -544,10 +522,7 @@ template <typename T, typename S> void calls(Results& r, S where) {
     llmc::linear_forward(out.data(), x.data(), weight, &bias, no_residual, N, blas, where);
     llmc::linear_backward_input(dx.data(), dout.data(), weight, N, false, blas, where);
     llmc::linear_backward_weight(weight, &bias, dout.data(), x.data(), N, false, blas, where);
-    r.add(out);
-    r.add(dx);
-    r.add(dw);
-    r.add(db);
+    r.add(out, dx, dw, db);
 }
 
 #elif defined(COPY_lora)
@@ -566,10 +541,7 @@ template <typename T, typename S> void calls(Results& r, S where) {
     llmc::lora_backward_input(dx.data(), dout.data(), lora, room.data(), N, C, IC, blas, where);
     llmc::lora_backward_weight(lora, dout.data(), x.data(), room.data(), N, C, IC, false, blas,
                                where);
-    r.add(out);
-    r.add(dx);
-    r.add(da);
-    r.add(db);
+    r.add(out, dx, da, db);
 }
 
 #elif defined(COPY_lora_grouped)
@@ -596,10 +568,7 @@ template <typename T, typename S> void calls(Results& r, S where) {
     llmc::lora_grouped_backward_weight(lora, dout.data(), x.data(), room.data(), groups, false,
                                        blas, where);
 
-    r.add(out);
-    r.add(dx);
-    r.add(da);
-    r.add(db);
+    r.add(out, dx, da, db);
 }
 
 #elif defined(COPY_elementwise)
@@ -623,8 +592,7 @@ template <typename T, typename S> void calls(Results& r, S where) {
     Floats part_lse = numbers<float>(NH * N, 4);
     llmc::attention_merge(out.data(), lse.data(), part.data(), part_lse.data(), 1, N, NH, HS,
                           where);
-    r.add(out);
-    r.add(lse);
+    r.add(out, lse);
     calls_of_joined<T>(r, where);
 }
 template <typename T, typename S> void calls_of_joined(Results& r, S where) {
@@ -643,11 +611,7 @@ template <typename T, typename S> void calls_of_joined(Results& r, S where) {
     llmc::join_keys(out.data(), lse.data(), x, rows, sinks, where);
     llmc::join_keys_backward(dq.data(), out.data(), lse.data(), x, rows, sinks, where);
     for (size_t i = 0; i < sums.size(); i++) ds[i % NH] += sums[i];
-    r.add(out);
-    r.add(lse);
-    r.add(dq);
-    r.add(dk);
-    r.add(ds);
+    r.add(out, lse, dq, dk, ds);
 }
 
 #elif defined(COPY_grouped_bias)
@@ -661,9 +625,7 @@ template <typename T, typename S> void calls(Results& r, S where) {
     llmc::grouped_bias_backward(dbias.data(), x.data(), b, false, where);
     llmc::grouped_bias_backward_gates(dgates.data(), x.data(), bias.data(), b, where);
     llmc::grouped_bias_forward(x.data(), bias.data(), b, where);
-    r.add(x);
-    r.add(dbias);
-    r.add(dgates);
+    r.add(x, dbias, dgates);
 }
 
 #elif defined(COPY_attention) || defined(COPY_attention_cpu) || defined(COPY_attention_tiled) || \
@@ -694,11 +656,7 @@ template <typename T> struct Sequence {
         x.scale = 1.0f / 64;
     }
     void give(Results& r) const {
-        r.add(out);
-        r.add(lse);
-        r.add(dq);
-        r.add(dk);
-        r.add(dv);
+        r.add(out, lse, dq, dk, dv);
     }
 };
 

@@ -195,6 +195,17 @@ __device__ void describe_keys(const RowOperands<T>& x, size_t b, unsigned tile) 
         x.key_spans[b * x.key_tiles + tile] = all;
 }
 
+// Whether spans rise from tile to tile of keys, as where positions rise: then the tiles of keys
+// that a tile of rows sees are an interval. Each of some threads answers for its share of tiles.
+template <typename T>
+__device__ bool keys_rise(const RowOperands<T>& x, size_t b, unsigned thread, unsigned threads) {
+    const Span* keys = x.key_spans + b * x.key_tiles;
+    bool rise = true;
+    for (unsigned i = thread + 1; i < x.key_tiles; i += threads)
+        rise &= keys[i].low >= keys[i - 1].low && keys[i].high >= keys[i - 1].high;
+    return rise;
+}
+
 // Describe a tile, if it exists: warp 0 describes the tile of rows, warp 1 the tile of keys.
 template <typename T>
 __device__ void describe_tile(const RowOperands<T>& x, size_t b, unsigned tile) {
@@ -203,6 +214,12 @@ __device__ void describe_tile(const RowOperands<T>& x, size_t b, unsigned tile) 
         describe_rows(x, b, tile);
     if (warp == 1 && tile < x.key_tiles)
         describe_keys(x, b, tile);
+}
+
+// Before forward: block x describes tile x of the rows and tile x of the keys.
+template <typename T>
+__global__ void attention_spans_kernel(const RowOperands<T> x) {
+    describe_tile(x, blockIdx.y, blockIdx.x);
 }
 
 // Before backward: block x describes tile x of the rows and tile x of the keys, and computes each
@@ -292,6 +309,13 @@ void take_rows(RowOperands<T>& x, Pieces& pieces, const AttentionOperands<T>& op
     if (!backward) return;
     pieces.take(x.row_lse, d.B * d.NKV * x.tiles * tile_size);
     pieces.take(x.row_sums, d.B * d.NKV * x.tiles * tile_size);
+}
+
+// Compute what forward needs of its tiles: ranges and spans.
+template <typename T>
+void attention_spans(const RowOperands<T>& x, cudaStream_t stream) {
+    dim3 grid(std::max(x.tiles, x.key_tiles), unsigned(x.d.B));
+    launch(attention_spans_kernel<T>, grid, MMA_THREADS / 2, 0, stream, x);
 }
 
 // Compute what backward needs of its tiles: ranges, spans, lse and D.
@@ -463,14 +487,15 @@ template <typename T> struct Results {
     LLMC_HD Results(T* to, bool add = false) : narrow(to), accumulate(add) {}
     LLMC_HD Results(float* to, bool add) : wide(to), accumulate(add) {}
 
-    // Put two neighbouring numbers.
-    __device__ void put(size_t at, float x, float y) const {
-        if (accumulate) {
-            x += wide ? wide[at] : to_float(narrow[at]);
-            y += wide ? wide[at + 1] : to_float(narrow[at + 1]);
-        }
-        if (wide) store(wide + at, Pack<float, 2>{x, y});
-        else *reinterpret_cast<uint32_t*>(narrow + at) = pack<T>(x, y);
+    // Put N neighbouring numbers, two at least.
+    template <int N> __device__ void put(size_t at, Pack<float, N> x) const {
+        for (int i = 0; accumulate && i < N; i++)
+            x.v[i] += wide ? wide[at + i] : to_float(narrow[at + i]);
+        if (wide) return store(wide + at, x);
+        Pack<uint32_t, N / 2> packed;
+        for (int i = 0; i < N / 2; i++)
+            packed.v[i] = pack<T>(x.v[2 * i], x.v[2 * i + 1]);
+        store(reinterpret_cast<uint32_t*>(narrow + at), packed);
     }
 };
 
@@ -484,7 +509,7 @@ __device__ void store_row(const Results<T>& results, size_t to, const float (&su
         // to the caller.
         int e = 8 * c + 2 * (threadIdx.x % 4);
         if (e < HS)
-            results.put(to + e, sum[c][2 * i] * factor, sum[c][2 * i + 1] * factor);
+            results.put(to + e, Pack<float, 2>{sum[c][2 * i] * factor, sum[c][2 * i + 1] * factor});
     }
 }
 #endif

@@ -146,12 +146,6 @@ __device__ float mask_tile(float (&s)[NT][4], const RowOperands<T>& x, size_t b,
 // ----------------------------------------------------------------------------
 // forward
 
-// Before it: block x describes tile x of the rows and tile x of the keys.
-template <typename T>
-__global__ void attention_spans_kernel(const RowOperands<T> x) {
-    describe_tile(x, blockIdx.y, blockIdx.x);
-}
-
 // Tiles: D channels, MT times 16 rows a warp, N keys.
 template <typename T, int D, int MT, int N, bool CAPPED>
 __global__ void __launch_bounds__(MMA_THREADS)
@@ -557,8 +551,7 @@ void attention_mma_forward(T* out, float* lse, const AttentionOperands<T>& opera
             mma_operands(x, operands, scratch, M, N, false);
 
             // Compute the spans first: the kernel uses them to choose the tiles that it loads.
-            dim3 tiles(std::max(x.tiles, x.key_tiles), unsigned(x.d.B));
-            launch(attention_spans_kernel<T>, tiles, MMA_THREADS / 2, 0, stream, x);
+            attention_spans(x, stream);
             dim3 grid(x.tiles, unsigned(x.d.NKV), unsigned(x.d.B));
             // Shared memory: M rows of q, and two stages of N keys and N values.
             launch_shared(attention_mma_forward_kernel<T, D, MT, N, CAPPED>, grid, MMA_THREADS,

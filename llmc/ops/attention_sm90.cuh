@@ -22,7 +22,7 @@
 //             v has the layout of k (hopper_takes()).
 //             A row that sees nothing: out 0, lse -inf, gradients 0.  Bitwise repeatable.
 //   Cost: products on tensor cores, 2 forward and 5 backward; an exp2 for each (query, key) seen in
-//         each. Launches: 2 forward, 3 backward. Scratch: spans and turns of the tiles, four
+//         each. Launches: 3 forward, 3 backward. Scratch: spans and turns of the tiles, four
 //         numbers a row, and dQ in float.
 //   Without nvcc this file declares nothing; the CPU's version is attention_cpu.cuh.
 //   To copy: this file, attention_rows.cuh, attention_types.h, hopper.cuh, tensor_cores.h,
@@ -43,12 +43,13 @@ namespace llmc {
 // the queue of the forward pass: tiles of rows, longest first
 //   One block for each SM stays for the whole pass and claims one place of the queue after another.
 //   It starts once, and its loads run ahead into its next tile. The tiles of a sequence are sorted
-//   by the number of tiles of keys that they see. The same spans that decide which tiles are
-//   skipped give this number, so windows and documents count at their true cost. For as many heads
-//   as L2 holds, the queue has the longest tile of each head, then the next longest of each, and so
-//   on: the tiles that run last are short. No result depends on which block claims a tile.
+//   by the number of tiles of keys that they see, to a 255th of all. The same spans that decide
+//   which tiles are skipped give this number, so windows and documents count at their true cost.
+//   For as many heads as L2 holds, the queue has the longest tile of each head, then the next
+//   longest of each, and so on: the tiles that run last are short. No result depends on which block
+//   claims a tile.
 
-constexpr int QUEUE_THREADS = 1024; // in the block that sorts a sequence
+constexpr unsigned QUEUE_THREADS = 256; // in the block that sorts a sequence
 
 // A place of the queue stands for a head and an index in the head's order. Heads take turns: index
 // 0 of each of `together` heads, then index 1, and so on; then the next heads start.
@@ -64,18 +65,18 @@ __device__ inline HeadPlace head_place(unsigned place, unsigned heads, unsigned 
     return {first + place % some % here, place % some / here};
 }
 
-// A tile of rows of a key head, and the number of tiles of keys that it sees; -1: the
-// queue is empty.
+// A tile of rows of a key head, the first tile of keys that it may see, and the number of those
+// that it sees; -1: the queue is empty.
 struct RowTile {
     unsigned b, kh, tile;
-    int key_tiles;
+    int first_keys, key_tiles;
 };
 
 // The queue of one pass, in global memory.
 struct TileQueue {
     unsigned* claimed;       // the number of places taken
-    unsigned* order;         // (B,tiles) the tiles of each sequence, longest first
-    int* key_tiles;          // (B,tiles) the number of tiles of keys that each of them sees
+    RowTile* tiles;          // (B,tiles) of the first key head
+    RowTile* order;          // (B,tiles) the same, those of each sequence longest first
     unsigned heads_together; // key heads, over all sequences, that take turns
 
     // Take the next place. All lanes of a warp must call it together.
@@ -87,72 +88,80 @@ struct TileQueue {
         const unsigned NKV = unsigned(x.d.NKV);
         const unsigned heads = unsigned(x.d.B) * NKV;
         if (place >= heads * x.tiles)
-            return {0, 0, 0, -1};
+            return {0, 0, 0, 0, -1};
 
         // All key heads of a sequence have the same order.
         const HeadPlace next = head_place(place, heads, heads_together, x.tiles);
-        const unsigned b = next.head / NKV;
-        const unsigned tile = order[x.tile_at(b, next.at)];
-        return {b, next.head % NKV, tile, key_tiles[x.tile_at(b, tile)]};
+        RowTile rows = order[x.tile_at(next.head / NKV, next.at)];
+        rows.kh = next.head % NKV;
+        return rows;
     }
 };
 
-// Write a sequence's ranges, spans and order; one block a sequence. All sequences have equally many
+// Sort the tiles of a sequence by counting; one block a sequence. All sequences have equally many
 // tiles, so each is sorted by itself, and places interleave them.
 template <typename T>
 __global__ void __launch_bounds__(QUEUE_THREADS)
     attention_queue_kernel(const RowOperands<T> x, const TileQueue queue) {
-    const size_t b = blockIdx.x;
-    const unsigned lane = threadIdx.x % 32;
-    const unsigned warp = threadIdx.x / 32;
-    const unsigned warps = blockDim.x / 32;
-    if (b == 0 && threadIdx.x == 0)
-        *queue.claimed = 0;
-
-    // Describe each tile, one warp a tile.
-    for (unsigned tile = warp; tile < x.tiles; tile += warps)
-        describe_rows(x, b, tile);
-    for (unsigned tile = warp; tile < x.key_tiles; tile += warps)
-        describe_keys(x, b, tile);
+    LLMC_SHARED(int, longer, QUEUE_THREADS); // the number of tiles of a length, then of longer too
+    LLMC_SHARED(int, falls, 1);
+    const unsigned b = blockIdx.x;
+    const unsigned thread = threadIdx.x;
+    const int key_tiles = int(x.key_tiles);
+    const Span* keys = x.key_spans + b * x.key_tiles;
+    RowTile* tiles = queue.tiles + x.tile_at(b, 0);
+    longer[thread] = 0;
+    if (thread == 0) *falls = 0;
+    if (thread + b == 0) *queue.claimed = 0;
     __syncthreads();
 
-    // Count the tiles of keys that each tile sees, 32 at a time.
-    for (unsigned tile = warp; tile < x.tiles; tile += warps) {
+    // In a whole context spans rise from tile to tile of keys.
+    if (!keys_rise(x, b, thread, QUEUE_THREADS)) atomicAdd(falls, 1);
+    __syncthreads();
+
+    // Count the tiles of keys that each tile of rows sees. If spans rise, these follow each other:
+    // behind those that end before the rows' first key, up to the first that begins too late.
+    auto count = [&](auto holds) {
+        int n = 0;
+        for (int step = 1 << 30; step > 0; step /= 2) // it holds for the first n
+            if (step <= key_tiles - n && holds(keys[n + step - 1])) n += step;
+        return n;
+    };
+    auto length = [&](unsigned tile) { // the longest has QUEUE_THREADS - 1
+        return unsigned(tiles[tile].key_tiles) * (QUEUE_THREADS - 1) / x.key_tiles;
+    };
+    for (unsigned tile = thread; tile < x.tiles; tile += QUEUE_THREADS) {
         const RowSpans rows = x.row_spans[x.tile_at(b, tile)];
-        int seen = 0;
-        for (unsigned n = 0; n < x.key_tiles; n += 32) {
-            const unsigned key_tile = n + lane;
-            bool sees = key_tile < x.key_tiles &&
-                        visibility(rows, x.key_spans[b * x.key_tiles + key_tile]) != NOTHING;
-            seen += __popc(__ballot_sync(ALL_LANES, sees));
+        int first = 0, seen = 0;
+        if (*falls == 0) {
+            first = count([&](Span k) { return k.high < rows.first.low; });
+            seen = count([&](Span k) { return k.low <= rows.last.high; });
+            seen = seen > first ? seen - first : 0;
         }
-        if (lane == 0)
-            queue.key_tiles[x.tile_at(b, tile)] = seen;
+        for (int i = 0; *falls > 0 && i < key_tiles; i++)
+            seen += visibility(rows, keys[i]) != NOTHING;
+        tiles[tile] = {b, 0, tile, first, seen};
+        atomicAdd(longer + length(tile), 1);
     }
     __syncthreads();
 
-    // Find each tile's place: the number of tiles that are longer, or as long and before it.
-    const int* lengths = queue.key_tiles + x.tile_at(b, 0);
-    for (unsigned tile = threadIdx.x; tile < x.tiles; tile += blockDim.x) {
-        unsigned place = 0;
-        for (unsigned other = 0; other < x.tiles; other++)
-            place += lengths[other] > lengths[tile] ||
-                     (lengths[other] == lengths[tile] && other < tile);
-        queue.order[x.tile_at(b, place)] = tile;
+    // Add up from the longest on, over distances of 1, 2, 4, ... lengths.
+    for (unsigned step = 1; step < QUEUE_THREADS; step *= 2) {
+        const int more = thread + step < QUEUE_THREADS ? longer[thread + step] : 0;
+        __syncthreads();
+        longer[thread] += more;
+        __syncthreads();
     }
-}
 
-// Take the queue's scratch. The caller sets heads_together.
-template <typename T>
-void take_queue(TileQueue& queue, Pieces& pieces, const RowOperands<T>& x) {
-    pieces.take(queue.claimed, 1);
-    pieces.take(queue.order, x.d.B * x.tiles);
-    pieces.take(queue.key_tiles, x.d.B * x.tiles);
+    // Give each tile a place behind all longer ones.
+    for (unsigned tile = thread; tile < x.tiles; tile += QUEUE_THREADS)
+        queue.order[x.tile_at(b, atomicAdd(longer + length(tile), -1) - 1)] = tiles[tile];
 }
 
 // Describe the tiles and fill the queue; reset the number of places taken.
 template <typename T>
 void make_queue(const TileQueue& queue, const RowOperands<T>& x, cudaStream_t stream) {
+    attention_spans(x, stream);
     launch(attention_queue_kernel<T>, unsigned(x.d.B), QUEUE_THREADS, 0, stream, x, queue);
 }
 
@@ -184,8 +193,8 @@ struct HopperMaps {
     CUtensorMap q, k, v, out, dout;
 };
 
-// The operands of these kernels. turns (B,NKV,tiles) counts the blocks of keys that have added to
-// a tile's dQ.
+// The operands of these kernels. turns (B,NKV,tiles) says who has added to a tile's dQ: 1 + the
+// last such block of keys, by its place in their order.
 template <typename T>
 struct HopperOperands : RowOperands<T> {
     float* dq;               // (B,NKV,tiles) fragments, see fragment_at()
@@ -283,6 +292,26 @@ __device__ void put_rows(unsigned char* tile, int rows, int row, const uint32_t 
     }
 }
 
+// Begin a block: initialise barriers that follow each other, by the numbers of their arrivals, and
+// prefetch maps. The block's barrier comes next.
+template <int... ARRIVALS, typename... Maps>
+__device__ __forceinline__ void begin_block(uint64_t* barriers, const Maps&... maps) {
+    if (threadIdx.x == 0) {
+        (mbar_init(barriers++, ARRIVALS), ...);
+        mbar_init_fence();
+    }
+    if (threadIdx.x == 32) (tma_prefetch(&maps), ...);
+}
+
+// Load a tile by TMA, a chunk of channels after another: the rows in the box from a head and a
+// query or key on. A chunk has `rows` rows.
+template <int C>
+__device__ __forceinline__ void load_chunks(unsigned char* tile, int rows, const CUtensorMap* map,
+                                            uint64_t* full, size_t head, size_t from, size_t b) {
+    for (int c = 0; c < C; c++)
+        tma_load_4d(tile + c * rows * 128, map, full, 64 * c, int(head), int(from), int(b));
+}
+
 // Arrive once for a warp. All its lanes have passed their wait, so the warp has read what
 // the barrier guards.
 __device__ inline void release(uint64_t* barrier) {
@@ -311,18 +340,12 @@ __device__ inline void release(uint64_t* barrier) {
 //
 // n and i count all tiles of the block, so rings and turns continue from tile to tile.
 
-// Shared memory: q, out, and STAGES tiles of k and of v. At 128 channels 192 KB, so an SM
-// has one block.
-template <int D>
-constexpr size_t FORWARD_BYTES = size_t(CHUNKS<D>) * 128 *
-                                 (2 * FORWARD_ROWS + 2 * STAGES * HOPPER_KEYS);
-
-#if HOPPER_PASS
-
-// The shared memory of a block in the forward pass.
+// The shared memory of a block in the forward pass: q, out, and STAGES tiles of k and of v. At 128
+// channels 192 KB, so an SM has one block.
 template <int D> struct ForwardShared {
     static constexpr int M = FORWARD_ROWS, N = HOPPER_KEYS, C = CHUNKS<D>;
     static constexpr int Q_BYTES = C * M * 128, K_BYTES = C * N * 128; // of a tile
+    static constexpr size_t BYTES = 2 * (Q_BYTES + STAGES * K_BYTES);
     unsigned char* q = dynamic_shared();     // (C, M, 64)
     unsigned char* out = q + Q_BYTES;        // (C, M, 64)
     unsigned char* k = out + Q_BYTES;        // (STAGES, C, N, 64)
@@ -341,19 +364,17 @@ template <int D> struct ForwardShared {
     uint64_t* v_free = k_free + STAGES;      // (STAGES)
 };
 
+#if HOPPER_PASS
 // Load every tile of keys that a tile of rows sees, up to STAGES ahead. i counts these tiles.
 template <typename T, int D>
 __device__ __forceinline__ void load_keys(const ForwardShared<D>& shared, const HopperMaps& maps,
                                           const HopperOperands<T>& x, const RowTile& rows, int& i,
                                           bool leader) {
     constexpr int N = HOPPER_KEYS;
-    constexpr int C = CHUNKS<D>;
-    constexpr int lane_keys = N / 32;
-    constexpr int K_BYTES = ForwardShared<D>::K_BYTES;
     const int lane = threadIdx.x % 32;
     const size_t b = rows.b;
     const KeyTiles<T, N> look = {x, b, x.row_spans[x.tile_at(b, rows.tile)]};
-    TileWalk walk = {int(x.key_tiles)};
+    TileWalk walk = {int(x.key_tiles), rows.first_keys - 32};
     for (const int end = i + rows.key_tiles; i < end; i++) {
         // The walk finds as many tiles as the queue has counted.
         bool all = false;
@@ -362,22 +383,21 @@ __device__ __forceinline__ void load_keys(const ForwardShared<D>& shared, const 
 
         // One barrier covers all chunks of a tile.
         auto load = [&](unsigned char* to, const CUtensorMap* map, uint64_t* full) {
-            mbar_expect_tx(full + stage, K_BYTES);
-            for (int c = 0; c < C; c++)
-                tma_load_4d(to + stage * K_BYTES + c * N * 128, map, full + stage, 64 * c,
-                            int(rows.kh), tile * N, int(b));
+            mbar_expect_tx(full + stage, shared.K_BYTES);
+            load_chunks<CHUNKS<D>>(to + stage * shared.K_BYTES, N, map, full + stage, rows.kh,
+                                   size_t(tile) * N, b);
         };
 
         // Read the positions that a mask will need from global memory while the stage is
         // still in use.
         const bool masked = !all || x.slopes;
-        int positions[lane_keys];
-        for (int j = 0; masked && j < lane_keys; j++)
+        int positions[N / 32];
+        for (int j = 0; masked && j < N / 32; j++)
             positions[j] = x.position_of(b, size_t(tile) * N + 32 * j + lane);
 
         // Wait until the stage is free again. The first STAGES waits return at once.
         mbar_wait(shared.k_free + stage, ring_parity(i) ^ 1);
-        for (int j = 0; masked && j < lane_keys; j++)
+        for (int j = 0; masked && j < N / 32; j++)
             shared.key_positions[i % POSITION_STAGES * N + 32 * j + lane] = positions[j];
         __syncwarp();
         if (leader) {
@@ -399,7 +419,6 @@ template <typename T, int D>
 __device__ __forceinline__ void forward_producer(const ForwardShared<D>& shared,
                                                  const HopperMaps& maps,
                                                  const HopperOperands<T>& x) {
-    constexpr int M = FORWARD_ROWS;
     constexpr int C = CHUNKS<D>;
     const bool leader = elect_one();
     for (int n = 0, i = 0;; n++) {
@@ -415,10 +434,8 @@ __device__ __forceinline__ void forward_producer(const ForwardShared<D>& shared,
             } else {
                 // Idle rows are not loaded and do not count as bytes.
                 mbar_expect_tx(shared.q_full, C * 128 * x.tile_rows);
-                for (int c = 0; c < C; c++)
-                    tma_load_4d(shared.q + c * M * 128, &maps.q, shared.q_full, 64 * c,
-                                int(rows.kh * x.group), int(rows.tile * (x.tile_rows / x.group)),
-                                int(rows.b));
+                load_chunks<C>(shared.q, FORWARD_ROWS, &maps.q, shared.q_full, rows.kh * x.group,
+                               rows.tile * (x.tile_rows / x.group), rows.b);
             }
         }
         __syncwarp();
@@ -622,28 +639,9 @@ __global__ void __launch_bounds__(HOPPER_THREADS, 1)
 
     const ForwardShared<D> shared = {.rows = rows, .key_positions = key_positions,
                                      .tile_notes = tile_notes, .q_full = barriers};
-    if (threadIdx.x == 0) {
-        // The table above gives the numbers of arrivals.
-        mbar_init(shared.q_full, 1);
-        mbar_init(shared.q_free, CONSUMER_WARPS + 1);
-        mbar_init(shared.out_full, CONSUMER_WARPS);
-        mbar_init(shared.out_free, 1);
-        for (int i = 0; i < STAGES; i++) {
-            mbar_init(shared.k_full + i, 1);
-            mbar_init(shared.v_full + i, 1);
-            mbar_init(shared.k_free + i, CONSUMER_WARPS);
-            mbar_init(shared.v_free + i, CONSUMER_WARPS);
-        }
-        mbar_init_fence();
-    }
-
-    // Prefetch the maps.
-    if (threadIdx.x == 32) {
-        tma_prefetch(&maps.q);
-        tma_prefetch(&maps.k);
-        tma_prefetch(&maps.v);
-        tma_prefetch(&maps.out);
-    }
+    // Arrivals as in the table above: those of q, of out, of the full and of the free k and v.
+    constexpr int W = CONSUMER_WARPS;
+    begin_block<1, W + 1, W, 1, 1, 1, 1, 1, W, W, W, W>(barriers, maps.q, maps.k, maps.v, maps.out);
     __syncthreads();
 
     // A role has a whole warpgroup: all four warps must execute setmaxnreg and wgmma.
@@ -681,14 +679,6 @@ __global__ void __launch_bounds__(HOPPER_THREADS, 1)
 //   EVERY_CONSUMER      256: consumers, their keys' dS^T is   consumers, before dS K over all keys
 //                          in shared memory
 
-// Shared memory: k, v, STAGES tiles of q, dout and dS^T, and dQ in float. 192 KB at 64 channels,
-// and at 128.
-template <int D>
-constexpr size_t BACKWARD_BYTES = 2 * size_t(CHUNKS<D>) * 128 *
-                                      (HOPPER_KEYS + STAGES * BACKWARD_ROWS<D>) +
-                                  STAGES * HOPPER_KEYS * BACKWARD_ROWS<D> * 2 +
-                                  PARTS * 64 * 64 * sizeof(float);
-
 // The index of a thread's four numbers among dQ's fragments. For each 8 columns j of a part, and
 // for each part, the threads of a warpgroup follow each other with four numbers each: two of row 16
 // warp + lane / 4, and two of the row 8 below.
@@ -696,13 +686,13 @@ __device__ inline size_t fragment_at(int j, int part, int thread) {
     return (size_t(j) * PARTS * WARPGROUP + size_t(part) * WARPGROUP + thread) * 4;
 }
 
-#if HOPPER_PASS
-
-// The shared memory of a block in the backward pass.
+// The shared memory of a block in the backward pass: k, v, STAGES tiles of q, dout and dS^T, and dQ
+// in float. 192 KB at 64 channels, and at 128.
 template <int D> struct BackwardShared {
     static constexpr int M = BACKWARD_ROWS<D>, N = HOPPER_KEYS, C = CHUNKS<D>;
     static constexpr int K_BYTES = C * N * 128, Q_BYTES = C * M * 128; // of a tile
     static constexpr int DS_BYTES = N * M * 2, DQ_BYTES = PARTS * 64 * 64 * int(sizeof(float));
+    static constexpr size_t BYTES = 2 * K_BYTES + STAGES * (2 * Q_BYTES + DS_BYTES) + DQ_BYTES;
     unsigned char* k = dynamic_shared();          // (C, N, 64)
     unsigned char* v = k + K_BYTES;               // (C, N, 64)
     unsigned char* q = v + K_BYTES;               // (STAGES, C, M, 64)
@@ -723,6 +713,7 @@ template <int D> struct BackwardShared {
     uint64_t* dout_free = q_free + STAGES;        // (STAGES)
 };
 
+#if HOPPER_PASS
 // The keys and the key head of a block. Blocks start in the order of `at`, which is the order in
 // which a tile's dQ is summed.
 struct KeyBlock {
@@ -751,22 +742,15 @@ __device__ __forceinline__ void backward_producer(const BackwardShared<D>& share
                                                   const HopperOperands<T>& x,
                                                   const KeyBlock& block, F look) {
     constexpr int M = BACKWARD_ROWS<D>;
-    constexpr int N = HOPPER_KEYS;
     constexpr int C = CHUNKS<D>;
-    constexpr int Q_BYTES = BackwardShared<D>::Q_BYTES;
     const size_t b = block.b;
     const size_t kh = block.kh;
-    const size_t key0 = block.key0();
     const bool leader = elect_one();
     if (leader) {
         // One barrier covers k and v, which are loaded once and stay.
         mbar_expect_tx(shared.k_full, 2 * BackwardShared<D>::K_BYTES);
-        for (int c = 0; c < C; c++) {
-            tma_load_4d(shared.k + c * N * 128, &maps.k, shared.k_full, 64 * c, int(kh), int(key0),
-                        int(b));
-            tma_load_4d(shared.v + c * N * 128, &maps.v, shared.k_full, 64 * c, int(kh), int(key0),
-                        int(b));
-        }
+        load_chunks<C>(shared.k, HOPPER_KEYS, &maps.k, shared.k_full, kh, block.key0(), b);
+        load_chunks<C>(shared.v, HOPPER_KEYS, &maps.v, shared.k_full, kh, block.key0(), b);
     }
 
     // Walk the tiles. A note of -1 ends them.
@@ -780,9 +764,8 @@ __device__ __forceinline__ void backward_producer(const BackwardShared<D>& share
         auto load = [&](unsigned char* to, const CUtensorMap* map, uint64_t* full,
                         unsigned more_bytes) {
             mbar_expect_tx(full + stage, C * 128 * x.tile_rows + more_bytes);
-            for (int c = 0; c < C; c++)
-                tma_load_4d(to + stage * Q_BYTES + c * M * 128, map, full + stage, 64 * c,
-                            int(kh * x.group), tile * int(x.tile_rows / x.group), int(b));
+            load_chunks<C>(to + stage * shared.Q_BYTES, M, map, full + stage, kh * x.group,
+                           tile * (x.tile_rows / x.group), b);
         };
         auto load_numbers = [&](auto* to, const auto* from, uint64_t* full) {
             bulk_load_1d(to + stage * M, from, M * sizeof(*to), full + stage);
@@ -812,42 +795,62 @@ template <typename T, int D, typename F>
 __device__ __forceinline__ void backward_adder(const BackwardShared<D>& shared,
                                                const HopperOperands<T>& x, const KeyBlock& block,
                                                F look) {
-    constexpr int DQ_BYTES = BackwardShared<D>::DQ_BYTES;
     const bool leader = elect_one();
+    const int lane = threadIdx.x % 32;
+
+    // Its turn in a tile is 1 + the last block before it that also adds to the tile, or 0. Where
+    // positions rise from key to key, a tile's visible keys are an interval: that is the next block
+    // or none. Else look further, 32 blocks at a time.
+    const Span* keys = x.key_spans + block.b * x.key_tiles;
+    const bool rises = __ballot_sync(ALL_LANES, !keys_rise(x, block.b, lane, 32)) == 0;
+    auto turn_in = [&](int tile) {
+        const RowSpans rows = x.row_spans[x.tile_at(block.b, tile)];
+        for (int n = block.at; n > 0; n -= 32) {
+            const int other = n - 1 - lane; // the nearest in lane 0
+            bool adds = other >= 0 && visibility(rows, keys[block.tile(other)]) != NOTHING;
+            const unsigned found = __ballot_sync(ALL_LANES, adds);
+            if (found) return n + 1 - __ffs(int(found));
+            if (rises) break;
+        }
+        return 0;
+    };
+
+    // Walk the tiles, and know the next one's turn early.
     TileWalk walk = {int(x.tiles)};
     bool all = false;
-    for (int i = 0, tile; (tile = walk.next(all, look)) >= 0; i++) {
-        // Count the earlier blocks that also add to this tile: the count is this block's turn.
-        int turn = 0;
-        for (int n = 0; n < block.at; n += 32) {
-            // Each lane tests one of the next 32 blocks.
-            int other = n + int(threadIdx.x % 32);
-            bool adds = other < block.at &&
-                        visibility(x.row_spans[x.tile_at(block.b, tile)],
-                                   x.key_spans[block.b * x.key_tiles + block.tile(other)]) !=
-                            NOTHING;
-            turn += __popc(__ballot_sync(ALL_LANES, adds));
-        }
-
+    int tile = -1, turn = 0;
+    auto next = [&] {
+        tile = walk.next(all, look);
+        if (tile >= 0) turn = turn_in(tile);
+    };
+    next();
+    for (int i = 0; tile >= 0; i++) {
         // Add when it is this block's turn. The first block stores instead, so that nobody has to
         // zero dQ. The consumers may write the next part as soon as this one has been read.
+        const size_t at = x.tile_at(block.b, block.kh, tile);
+        const int passed = block.at + 1 - turn;
         if (leader) {
-            const size_t at = x.tile_at(block.b, block.kh, tile);
-            float* to = x.dq + at * (DQ_BYTES / sizeof(float));
+            float* to = x.dq + at * PARTS * 64 * 64;
             mbar_wait(shared.dq_full, i & 1);
             // GPUs start blocks in the order of their indices, though CUDA does not promise it. The
             // blocks before this one are then already running, and the wait ends.
             wait_for_turn(x.turns + at, turn);
             if (turn == 0)
-                bulk_store_1d(to, shared.dq, DQ_BYTES);
+                bulk_store_1d(to, shared.dq, shared.DQ_BYTES);
             else
-                bulk_reduce_add_f32(to, shared.dq, DQ_BYTES);
+                bulk_reduce_add_f32(to, shared.dq, shared.DQ_BYTES);
             bulk_commit();
             bulk_wait_read<0>();
             mbar_arrive(shared.dq_free);
-            // The sum must have reached global memory before the turn is passed on.
+        }
+        __syncwarp();
+
+        // Find the next turn while the sum is on its way: it must have reached global memory
+        // before this turn is passed on.
+        next();
+        if (leader) {
             bulk_wait<0>();
-            pass_turn(x.turns + at);
+            pass_turn(x.turns + at, passed);
         }
         __syncwarp();
     }
@@ -859,8 +862,6 @@ __device__ __forceinline__ void
 backward_dq_and_dk(const BackwardShared<D>& shared, float (&sum_k)[CT][4], float (&sum_v)[CT][4],
                    const uint32_t (&ds_operand)[KT][4], int i, int me, uint32_t my_channels,
                    uint32_t my_ds, uint32_t q_at) {
-    constexpr int M = BACKWARD_ROWS<D>;
-    constexpr int N = HOPPER_KEYS;
     // Groups complete in order. The number in each wait below is how many may still be in flight.
     const int stage = ring_stage(i);
     const int thread = threadIdx.x % WARPGROUP;
@@ -869,20 +870,19 @@ backward_dq_and_dk(const BackwardShared<D>& shared, float (&sum_k)[CT][4], float
     float part[8][4];
     wg_fence();
     #pragma unroll
-    for (int n = 0; n < N / 16; n++)
+    for (int n = 0; n < HOPPER_KEYS / 16; n++)
         // Both operands are MN-major: dS^T and K are read as stored, and the sum runs over keys.
-        wgmma<T, 64, 1, 1>(
-            flat(part),
-            descriptor(my_ds + stage * BackwardShared<D>::DS_BYTES + n * 2048, 16, 1024),
-            descriptor(my_channels + n * 2048, 16, 1024), n != 0);
+        wgmma<T, 64, 1, 1>(flat(part),
+                           descriptor(my_ds + stage * shared.DS_BYTES + n * 2048, 16, 1024),
+                           descriptor(my_channels + n * 2048, 16, 1024), n != 0);
     wg_commit();
 
     // Wait for P^T dO, which was issued before; then issue dS^T Q.
     wg_wait<1>();
     hold(sum_v);
     release(shared.dout_free + stage);
-    issue_scores_times_rows<T, false>(sum_k, ds_operand,
-                                      q_at + stage * BackwardShared<D>::Q_BYTES, M);
+    issue_scores_times_rows<T, false>(sum_k, ds_operand, q_at + stage * shared.Q_BYTES,
+                                      BACKWARD_ROWS<D>);
 
     // Hand this part of dQ to the adder.
     wg_wait<1>();
@@ -1031,27 +1031,9 @@ __global__ void __launch_bounds__(HOPPER_THREADS, 1)
     const BackwardShared<D> shared = {.tile_lse = tile_lse, .tile_sums = tile_sums,
                                       .tile_ranges = tile_ranges, .key_positions = key_positions,
                                       .tile_notes = tile_notes, .k_full = barriers};
-    if (threadIdx.x == 0) {
-        mbar_init(shared.k_full, 1);
-        // The table above gives the numbers of arrivals.
-        mbar_init(shared.dq_full, CONSUMER_WARPS);
-        mbar_init(shared.dq_free, 1);
-        for (int i = 0; i < STAGES; i++) {
-            mbar_init(shared.q_full + i, 1);
-            mbar_init(shared.dout_full + i, 1);
-            mbar_init(shared.q_free + i, CONSUMER_WARPS);
-            mbar_init(shared.dout_free + i, CONSUMER_WARPS);
-        }
-        mbar_init_fence();
-    }
-
-    // Prefetch the maps.
-    if (threadIdx.x == 32) {
-        tma_prefetch(&maps.k);
-        tma_prefetch(&maps.v);
-        tma_prefetch(&maps.q);
-        tma_prefetch(&maps.dout);
-    }
+    // Arrivals as in the table above: those of k, of dq, of the full and of the free q and dout.
+    constexpr int W = CONSUMER_WARPS;
+    begin_block<1, W, 1, 1, 1, 1, 1, W, W, W, W>(barriers, maps.k, maps.v, maps.q, maps.dout);
 
     // Read the positions of the block's keys.
     const KeyBlock block = key_block_here(x);
@@ -1090,49 +1072,55 @@ __global__ void __launch_bounds__(HOPPER_THREADS, 1)
 #endif
 }
 
-// Write dq (B,Tq,NH,HS) from the fragments of its sums. A block takes 8 columns of a part.
+// Write dq (B,Tq,NH,HS) from the fragments of its sums. A block takes 16 columns of a part: in 16
+// bits they are a whole sector of memory, 32 bytes.
 template <typename T>
 __global__ void attention_hopper_dq_kernel(const Results<T> dq, const HopperOperands<T> x) {
     const size_t b = blockIdx.z;
     const size_t kh = blockIdx.y;
-    const int tile = int(blockIdx.x) / (8 * PARTS);
-    const int j = int(blockIdx.x) % (8 * PARTS) / PARTS;
+    const int tile = int(blockIdx.x) / (4 * PARTS);
+    const int j = int(blockIdx.x) % (4 * PARTS) / PARTS * 2;
     const int part = int(blockIdx.x) % PARTS;
     const int thread = threadIdx.x;
     const int lane = thread % 32;
+    const int odd = lane % 2;
 
-    // A part is 64 rows of the tile, or 64 channels.
+    // A part is 64 rows of the tile, or 64 channels. A lane writes 4 columns of two rows.
     const bool by_rows = x.tile_size == 128;
     const int first = by_rows ? 64 * part : 0;
-    const int column = (by_rows ? 0 : 64 * part) + 8 * j + 2 * (lane % 4);
+    const int column = (by_rows ? 0 : 64 * part) + 8 * (j + odd) + 2 * (lane % 4 - odd);
     const size_t at = x.tile_at(b, kh, tile);
     const float* from = x.dq + at * PARTS * 64 * 64;
     if (thread == 0) check_turn(x.turns + at);
 
-    // Read four numbers: two of one row, two of the row 8 below. If no block had a turn, no key is
-    // seen and nothing was stored: dq is 0.
-    Pack<float, 4> four = {};
-    if (x.turns[at] > 0)
-        four = load<4>(from + fragment_at(j, part, thread));
+    // Read columns of the first 8, and of the other 8: two of one row, two of the row 8 below. If
+    // no block had a turn, no key is seen and nothing was stored: dq is 0.
+    Pack<float, 4> left = {}, right = {};
+    if (x.turns[at] > 0) {
+        left = load<4>(from + fragment_at(j, part, thread));
+        right = load<4>(from + fragment_at(j + 1, part, thread));
+    }
     for (int i = 0; i < 2; i++) {
+        // Trade with the neighbour, so that a lane's columns follow each other: an even one takes
+        // of the first 8, an odd one of the other 8.
+        Pack<float, 4> four;
+        for (int e = 0; e < 2; e++) {
+            const float l = left.v[2 * i + e] * x.scale, r = right.v[2 * i + e] * x.scale;
+            const float got = __shfl_xor_sync(ALL_LANES, odd ? l : r, 1);
+            four.v[e] = odd ? got : l;
+            four.v[2 + e] = odd ? r : got;
+        }
+
+        // Write, but skip idle rows and padding channels.
         unsigned slot = unsigned(first + thread / 32 * 16 + 8 * i + lane / 4);
         unsigned row = unsigned(tile) * x.tile_rows + slot;
-        // Skip idle rows and padding channels.
-        if (slot >= x.tile_rows || row >= x.rows || column >= int(x.d.HS))
-            continue;
-        const size_t to = x.query_at(b, x.head_of(row, kh), x.query_of(row)) + column;
-        dq.put(to, four.v[2 * i] * x.scale, four.v[2 * i + 1] * x.scale);
+        if (slot < x.tile_rows && row < x.rows && column < int(x.d.HS))
+            dq.put(x.query_at(b, x.head_of(row, kh), x.query_of(row)) + column, four);
     }
 }
 
 // ----------------------------------------------------------------------------
 // launchers
-
-// The rows of a tile that are in use.
-inline unsigned rows_in_use(const AttentionDims& d, int tile) { // a whole number of groups
-    unsigned group = unsigned(d.NH / d.NKV);
-    return unsigned(tile) / group * group;
-}
 
 // Whether these kernels take the operands and results.
 template <typename T, typename... Rs>
@@ -1144,11 +1132,12 @@ bool hopper_takes(const AttentionOperands<T>& x, const Rs*... results) {
 template <typename T>
 size_t hopper_operands(HopperOperands<T>& x, const AttentionOperands<T>& operands, void* scratch,
                        bool backward) {
-    // Every tile of rows begins with a whole group, so that one box of TMA loads it.
+    // Every tile of rows has whole groups, so that one box of TMA loads it.
     const int backward_rows = operands.d.HS > 64 ? BACKWARD_ROWS<128> : BACKWARD_ROWS<64>;
-    const int tile = backward ? backward_rows : FORWARD_ROWS; // with idle rows
+    const unsigned tile = backward ? backward_rows : FORWARD_ROWS; // with idle rows
+    const unsigned group = unsigned(operands.d.NH / operands.d.NKV);
     Pieces pieces = {static_cast<unsigned char*>(scratch)};
-    take_rows(x, pieces, operands, tile, rows_in_use(operands.d, tile), 1, HOPPER_KEYS, backward);
+    take_rows(x, pieces, operands, tile, tile / group * group, 1, HOPPER_KEYS, backward);
     const size_t heads = x.d.B * x.d.NKV;
     const size_t channels = round_up(x.d.HS, 64);
     auto heads_in_l2 = [&](size_t head_bytes) {
@@ -1156,7 +1145,9 @@ size_t hopper_operands(HopperOperands<T>& x, const AttentionOperands<T>& operand
     };
     if (!backward) {
         // Only k and v need L2: they are read many times, q and out once.
-        take_queue(x.queue, pieces, x);
+        pieces.take(x.queue.claimed, 1);
+        pieces.take(x.queue.tiles, x.d.B * x.tiles);
+        pieces.take(x.queue.order, x.d.B * x.tiles);
         x.queue.heads_together = heads_in_l2(x.d.Tk * channels * 2 * sizeof(T));
         return pieces.used;
     }
@@ -1185,32 +1176,23 @@ inline size_t attention_hopper_scratch_bytes(const AttentionDims& d) {
     return std::max(forward, hopper_operands(x, operands, nullptr, true));
 }
 
-// The map of (B,n,heads,HS). A box is 64 channels of `box_heads` heads of `box_n` queries or keys.
-template <typename T>
-CUtensorMap heads_map(const T* x, const AttentionDims& d, size_t n, size_t heads, size_t stride,
-                      size_t batch, unsigned box_heads, unsigned box_n) {
-    return make_tensor_map(x, {d.HS, heads, n, d.B}, {d.HS, stride, batch},
-                           {64, box_heads, box_n, 1}, true);
-}
-
-// The maps of all operands.
+// The maps of all operands. A box is 64 channels: of a tile's keys in one head, or of a tile's
+// queries in all heads of a group.
 template <typename T>
 HopperMaps hopper_maps(const HopperOperands<T>& x, const T* out) {
     const AttentionDims& d = x.d;
-    // A box of q is one chunk: all heads of a group for the queries of a tile.
-    unsigned queries = x.tile_rows / x.group;
-    size_t out_row = d.NH * d.HS;
-    size_t out_batch = d.Tq * out_row;
-    HopperMaps m = {};
-    m.q = heads_map(x.q, d, d.Tq, d.NH, d.q_stride, d.q_batch, x.group, queries);
-    m.k = heads_map(x.k, d, d.Tk, d.NKV, d.k_stride, d.k_batch, 1, HOPPER_KEYS);
-    m.v = heads_map(x.v, d, d.Tk, d.NKV, d.k_stride, d.k_batch, 1, HOPPER_KEYS);
-    m.out = heads_map(out, d, d.Tq, d.NH, out_row, out_batch, x.group, queries);
+    auto rows = [&](const T* from, size_t stride, size_t batch) {
+        return make_tensor_map(from, {d.HS, d.NH, d.Tq, d.B}, {d.HS, stride, batch},
+                               {64, x.group, x.tile_rows / x.group, 1}, true);
+    };
+    auto keys = [&](const T* from) {
+        return make_tensor_map(from, {d.HS, d.NKV, d.Tk, d.B}, {d.HS, d.k_stride, d.k_batch},
+                               {64, 1, HOPPER_KEYS, 1}, true);
+    };
     // Forward has no dout; any valid map will do.
-    m.dout = m.out;
-    if (x.dout)
-        m.dout = heads_map(x.dout, d, d.Tq, d.NH, out_row, out_batch, x.group, queries);
-    return m;
+    const size_t row = d.NH * d.HS;
+    return {rows(x.q, d.q_stride, d.q_batch), keys(x.k), keys(x.v), rows(out, row, d.Tq * row),
+            rows(x.dout ? x.dout : out, row, d.Tq * row)};
 }
 
 // Call f(D) with HS rounded up to a size that has a kernel.
@@ -1234,7 +1216,7 @@ void attention_hopper_forward(T* out, float* lse, const AttentionOperands<T>& op
         HopperMaps maps = hopper_maps(x, out);
         pick_hopper_kernel(x.d.HS, [&](auto D) {
             launch_shared(attention_hopper_forward_kernel<T, D>, BLOCKS_AT_ONCE, HOPPER_THREADS,
-                          FORWARD_BYTES<D>, stream, maps, lse, x);
+                          ForwardShared<D>::BYTES, stream, maps, lse, x);
         });
     }
 }
@@ -1253,22 +1235,20 @@ void attention_hopper_backward(Q* dq, K* dk, K* dv, const T* out, const float* l
         HopperOperands<T> x = {};
         hopper_operands(x, operands, scratch, true);
         const AttentionDims& d = x.d;
-        const unsigned heads = unsigned(d.NKV);
-        const unsigned B = unsigned(d.B);
 
         // Compute the spans of the tiles, and lse and D of the rows; reset the turns.
         attention_statistics<T>(out, lse, x, stream);
 
         // Compute dK, dV and the sums of dQ, then dQ from its sums.
         HopperMaps maps = hopper_maps(x, out);
-        const unsigned grid = B * heads * x.key_tiles;
+        const unsigned grid = unsigned(d.B * d.NKV) * x.key_tiles;
         auto in = [&](auto* to) { return Results<T>(to, x.accumulate); };
         pick_hopper_kernel(d.HS, [&](auto D) {
             launch_shared(attention_hopper_backward_kernel<T, D>, grid, HOPPER_THREADS,
-                          BACKWARD_BYTES<D>, stream, maps, in(dk), in(dv), x);
+                          BackwardShared<D>::BYTES, stream, maps, in(dk), in(dv), x);
         });
-        launch(attention_hopper_dq_kernel<T>, dim3(x.tiles * 8 * PARTS, heads, B), WARPGROUP, 0,
-               stream, in(dq), x);
+        dim3 dq_grid(x.tiles * 4 * PARTS, unsigned(d.NKV), unsigned(d.B));
+        launch(attention_hopper_dq_kernel<T>, dq_grid, WARPGROUP, 0, stream, in(dq), x);
     }
 }
 #endif

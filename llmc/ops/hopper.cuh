@@ -116,9 +116,9 @@ LLMC_DEV void check_turn(const int* turn) {
     printf("a block's turn never came: blocks did not start in the order of their indices\n");
     __trap();
 }
-// Pass the turn on, with release: whoever reads the new number sees what was written before.
-LLMC_DEV void pass_turn(int* turn) {
-    asm volatile("red.release.gpu.global.add.s32 [%0], 1;" ::"l"(turn) : "memory");
+// Pass the turn on, `by` further, with release: who has it then sees what was written before.
+LLMC_DEV void pass_turn(int* turn, int by) {
+    asm volatile("red.release.gpu.global.add.s32 [%0], %1;" ::"l"(turn), "r"(by) : "memory");
 }
 
 // ---- TMA: tiles of a tensor map, whose coordinates come innermost first -------------------

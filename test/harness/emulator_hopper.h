@@ -856,6 +856,6 @@ inline void wait_for_turn(int* turn, int mine, SITE) {
 inline void check_turn(const int* turn, SITE) {
     if (*turn < 0) emulator::error(site, "check_turn(): turns were lost");
 }
-// Let the next block have its turn.
-inline void pass_turn(int* turn) { __atomic_fetch_add(turn, 1, __ATOMIC_RELEASE); }
+// Let a later block have its turn.
+inline void pass_turn(int* turn, int by) { __atomic_fetch_add(turn, by, __ATOMIC_RELEASE); }
 #undef SITE

@@ -233,18 +233,8 @@ template <bool BUG> void turns_of_blocks(float* out) {
 // ----------------------------------------------------------------------------
 // cp.async
 
-// The copy is read before the wait. The last line waits in both twins, so that
-// only the read differs.
-template <bool BUG> void copy_without_wait(float* out) {
-    LLMC_SHARED(float, x, 128);
-    out[1000 + threadIdx.x * 4] = float(threadIdx.x);
-    cp_async16(x + threadIdx.x * 4, out + 1000 + threadIdx.x * 4);
-    cp_async_commit();
-    if (!BUG) cp_async_wait<0>();
-    out[threadIdx.x] = x[threadIdx.x * 4];
-    cp_async_wait<0>();
-}
-// The wait leaves the second of two groups in flight, and the second is what is read.
+// The wait leaves the second of two groups in flight, and the second is what is read. The last line
+// waits in both twins, so that only the read differs.
 template <bool BUG> void copy_waits_for_too_few(float* out) {
     LLMC_SHARED(float, x, 256);
     for (int stage = 0; stage < 2; stage++) {
@@ -282,13 +272,18 @@ void one_mbarrier(uint64_t* bar, unsigned count = 1) {
     if (threadIdx.x == 0) mbar_init(bar, count), mbar_init_fence();
     __syncthreads();
 }
+// The map of a tensor that is filled, once a barrier can wait for its loads.
+CUtensorMap tensor_to_load(float* out, uint64_t* bar) {
+    CUtensorMap map = map_of(out);
+    fill_tensor(out, 16);
+    one_mbarrier(bar);
+    return map;
+}
 
 template <bool BUG> void load_without_wait(float* out) {
     unsigned char* tile = dynamic_shared();
     LLMC_SHARED(uint64_t, bar, 1);
-    CUtensorMap map = map_of(out);
-    fill_tensor(out, 16);
-    one_mbarrier(bar);
+    CUtensorMap map = tensor_to_load(out, bar);
     if (threadIdx.x == 0) {
         mbar_expect_tx(bar, 1024);
         tma_load_4d(tile, &map, bar, 0, 8, 0, 0);
@@ -300,9 +295,7 @@ template <bool BUG> void load_without_wait(float* out) {
 template <bool BUG> void load_waits_for_the_phase_before(float* out) {
     unsigned char* tile = dynamic_shared();
     LLMC_SHARED(uint64_t, bar, 1);
-    CUtensorMap map = map_of(out);
-    fill_tensor(out, 16);
-    one_mbarrier(bar);
+    CUtensorMap map = tensor_to_load(out, bar);
     for (int i = 0; i < 2; i++) {
         if (threadIdx.x == 0) {
             mbar_expect_tx(bar, 1024);
@@ -347,9 +340,7 @@ template <bool BUG> void load_into_a_slot_in_use(float* out) {
 template <bool BUG> void wrong_bytes(float* out) {
     unsigned char* tile = dynamic_shared();
     LLMC_SHARED(uint64_t, bar, 1);
-    CUtensorMap map = map_of(out);
-    fill_tensor(out, 16);
-    one_mbarrier(bar);
+    CUtensorMap map = tensor_to_load(out, bar);
     if (threadIdx.x == 0) {
         mbar_expect_tx(bar, BUG ? 1040 : 1024);
         tma_load_4d(tile, &map, bar, 0, 0, 0, 0);
@@ -389,9 +380,7 @@ template <bool BUG> void init_without_barrier(float* out) {
 template <bool BUG> void too_many_arrivals(float* out) {
     LLMC_SHARED(uint64_t, bar, 1);
     unsigned char* tile = dynamic_shared();
-    CUtensorMap map = map_of(out);
-    fill_tensor(out, 16);
-    one_mbarrier(bar);
+    CUtensorMap map = tensor_to_load(out, bar);
     if (threadIdx.x == 0) {
         mbar_expect_tx(bar, 1024);
         if (BUG) mbar_arrive(bar);
@@ -403,9 +392,7 @@ template <bool BUG> void too_many_arrivals(float* out) {
 template <bool BUG> void load_in_flight_at_end(float* out) {
     unsigned char* tile = dynamic_shared();
     LLMC_SHARED(uint64_t, bar, 1);
-    CUtensorMap map = map_of(out);
-    fill_tensor(out, 16);
-    one_mbarrier(bar);
+    CUtensorMap map = tensor_to_load(out, bar);
     if (threadIdx.x == 0) {
         mbar_expect_tx(bar, 1024);
         tma_load_4d(tile, &map, bar, 0, 0, 0, 0);
@@ -416,9 +403,7 @@ template <bool BUG> void load_in_flight_at_end(float* out) {
 template <bool BUG> void unaligned_tile(float* out) {
     unsigned char* tile = dynamic_shared() + (BUG ? 512 : 0);
     LLMC_SHARED(uint64_t, bar, 1);
-    CUtensorMap map = map_of(out);
-    fill_tensor(out, 16);
-    one_mbarrier(bar);
+    CUtensorMap map = tensor_to_load(out, bar);
     if (threadIdx.x == 0) {
         mbar_expect_tx(bar, 1024);
         tma_load_4d(tile, &map, bar, 0, 0, 0, 0);
@@ -434,14 +419,6 @@ template <bool BUG> void unaligned_tile(float* out) {
 void write_tile(unsigned char* tile, float x) {
     for (int i = int(threadIdx.x); i < 8 * 64; i += int(blockDim.x))
         reinterpret_cast<bf16*>(tile)[i] = from_acc<bf16>(x + float(i % 64));
-}
-template <bool BUG> void store_without_fence(float* out) {
-    unsigned char* tile = dynamic_shared();
-    CUtensorMap map = map_of(out);
-    write_tile(tile, 1);
-    if (!BUG) fence_async_smem();
-    __syncthreads();
-    if (threadIdx.x == 0) tma_store_4d(&map, tile, 0, 0, 0, 0), bulk_commit(), bulk_wait<0>();
 }
 // Only one thread fences, but the others' writes need fences of their own.
 template <bool BUG> void store_with_one_fence(float* out) {
@@ -518,32 +495,25 @@ void write_operand(unsigned char* tile, int seed) {
     }
 }
 struct Operands {
-    unsigned char *a, *b;
-    uint64_t da, db;
+    unsigned char *a = dynamic_shared(), *b = a + 8192;
+    uint64_t da = descriptor(smem_u32(a), 16, 1024), db = descriptor(smem_u32(b), 16, 1024);
 };
 Operands two_operands() {
     Operands x;
-    x.a = dynamic_shared(), x.b = x.a + 8192;
     write_operand(x.a, 1), write_operand(x.b, 2);
     fence_async_smem();
     __syncthreads();
-    x.da = descriptor(smem_u32(x.a), 16, 1024), x.db = descriptor(smem_u32(x.b), 16, 1024);
     return x;
+}
+// Begin a product, with an accumulator of zeros or of what is in d.
+void begin_product(float (&d)[32], const Operands& x, bool adds = false) {
+    wg_fence();
+    wgmma<bf16, 64, 0, 0>(d, x.da, x.db, adds), wg_commit();
 }
 void put_result(float* out, const float (&d)[32]) {
     for (int i = 0; i < 32; i++) out[threadIdx.x * 32 + i] = d[i];
 }
 
-template <bool BUG> void product_without_wait(float* out) {
-    Operands x = two_operands();
-    float d[32];
-    wg_fence();
-    wgmma<bf16, 64, 0, 0>(d, x.da, x.db, 0);
-    wg_commit();
-    if (!BUG) wg_wait<0>();
-    put_result(out, d);
-    wg_wait<0>();
-}
 template <bool BUG> void product_waits_for_too_few(float* out) {
     Operands x = two_operands();
     float d[32], e[32];
@@ -575,24 +545,21 @@ template <bool BUG> void product_not_committed(float* out) {
     wg_commit(), wg_wait<0>();
 }
 template <bool BUG> void product_of_unfenced_operand(float* out) {
-    unsigned char *a = dynamic_shared(), *b = a + 8192;
-    write_operand(a, 1);
+    Operands x;
+    write_operand(x.a, 1);
     fence_async_smem();
-    write_operand(b, 2);
+    write_operand(x.b, 2);
     if (!BUG) fence_async_smem();
     __syncthreads();
     float d[32];
-    wg_fence();
-    wgmma<bf16, 64, 0, 0>(d, descriptor(smem_u32(a), 16, 1024), descriptor(smem_u32(b), 16, 1024),
-                          0);
-    wg_commit(), wg_wait<0>();
+    begin_product(d, x);
+    wg_wait<0>();
     put_result(out, d);
 }
 template <bool BUG> void operand_changes_under_a_product(float* out) {
     Operands x = two_operands();
     float d[32];
-    wg_fence();
-    wgmma<bf16, 64, 0, 0>(d, x.da, x.db, 0), wg_commit();
+    begin_product(d, x);
     if (!BUG) wg_wait<0>();
     __syncthreads();
     write_operand(x.b, 3);
@@ -618,8 +585,7 @@ template <bool BUG> void accumulator_changes(float* out) {
     Operands x = two_operands();
     float d[32];
     for (float& y : d) y = 1;
-    wg_fence();
-    wgmma<bf16, 64, 0, 0>(d, x.da, x.db, 1), wg_commit();
+    begin_product(d, x, true);
     if (!BUG) wg_wait<0>();
     for (float& y : d) y *= 2;
     wg_wait<0>();
@@ -627,39 +593,36 @@ template <bool BUG> void accumulator_changes(float* out) {
 }
 template <bool BUG> void warps_disagree(float* out) {
     Operands x = two_operands();
+    x.db += BUG && threadIdx.x >= 96 ? 2 : 0;
     float d[32];
-    wg_fence();
-    wgmma<bf16, 64, 0, 0>(d, x.da, x.db + (BUG && threadIdx.x >= 96 ? 2 : 0), 0), wg_commit();
+    begin_product(d, x);
     wg_wait<0>();
     put_result(out, d);
 }
 template <bool BUG> void descriptor_inside_a_swizzle(float* out) {
     Operands x = two_operands();
+    x.db += BUG ? 8 : 0;
     float d[32];
-    wg_fence();
-    wgmma<bf16, 64, 0, 0>(d, x.da, x.db + (BUG ? 8 : 0), 0), wg_commit();
+    begin_product(d, x);
     wg_wait<0>();
     put_result(out, d);
 }
 template <bool BUG> void products_in_flight_at_end(float* out) {
     Operands x = two_operands();
     float d[32];
-    wg_fence();
-    wgmma<bf16, 64, 0, 0>(d, x.da, x.db, 0), wg_commit();
+    begin_product(d, x);
     if (!BUG) wg_wait<0>();
     out[threadIdx.x] = 1;
 }
 // One warp reads an operand that another warp is still writing: there is no barrier between.
 template <bool BUG> void operand_without_barrier(float* out) {
-    unsigned char *a = dynamic_shared(), *b = a + 8192;
-    write_operand(a, 1), write_operand(b, 2); // LINE operand_without_barrier
+    Operands x;
+    write_operand(x.a, 1), write_operand(x.b, 2); // LINE operand_without_barrier
     fence_async_smem();
     if (!BUG) __syncthreads();
     float d[32];
-    wg_fence();
-    wgmma<bf16, 64, 0, 0>(d, descriptor(smem_u32(a), 16, 1024), descriptor(smem_u32(b), 16, 1024),
-                          0);
-    wg_commit(), wg_wait<0>();
+    begin_product(d, x);
+    wg_wait<0>();
     put_result(out, d);
     __syncthreads();
 }
@@ -710,7 +673,6 @@ const Bug BUGS[] = {
     BUG_ROW(barrier_of_two_sizes, "barrier for", 64, 1, 0),
     BUG_ROW(named_barriers, nullptr, 64, 1, 0),
     BUG_ROW(turns_of_blocks, "deadlock", 32, 4, 0),
-    BUG_ROW(copy_without_wait, nullptr, 32, 1, 0),
     BUG_ROW(copy_waits_for_too_few, nullptr, 32, 1, 0),
     BUG_ROW(load_without_wait, nullptr, 64, 1, 1024),
     BUG_ROW(load_waits_for_the_phase_before, nullptr, 64, 1, 2048),
@@ -722,13 +684,11 @@ const Bug BUGS[] = {
     BUG_ROW(too_many_arrivals, "more than 1 arrivals", 64, 1, 1024),
     BUG_ROW(load_in_flight_at_end, "ends before a load", 64, 1, 1024),
     BUG_ROW(unaligned_tile, "is not 1024-byte aligned", 64, 1, 2048),
-    BUG_ROW(store_without_fence, "no fence_async_smem()", 64, 1, 1024),
     BUG_ROW(store_with_one_fence, "no fence_async_smem()", 64, 1, 1024),
     BUG_ROW(source_changes_under_a_store, nullptr, 64, 1, 1024),
     BUG_ROW(store_not_waited_for, "no bulk_wait_read()", 64, 1, 1024),
     BUG_ROW(store_not_committed, "has not committed", 64, 1, 1024),
     BUG_ROW(reads_a_sum_too_early, nullptr, 64, 1, 1024),
-    BUG_ROW(product_without_wait, nullptr, 128, 1, 16384),
     BUG_ROW(product_waits_for_too_few, nullptr, 128, 1, 16384),
     BUG_ROW(product_without_register_fence, "no wg_fence()", 128, 1, 16384),
     BUG_ROW(product_not_committed, "are not committed", 128, 1, 16384),
@@ -1145,9 +1105,8 @@ void events() {
 // they had then. A forked stream must be joined before the capture ends. A host that captures
 // may not make some calls.
 void captures() {
-    cudaStream_t one, two;
-    cudaStreamCreateWithFlags(&one, cudaStreamNonBlocking);
-    cudaStreamCreateWithFlags(&two, cudaStreamNonBlocking);
+    TwoStreams s;
+    cudaStream_t one = s.one, two = s.two;
     auto capture = [&](auto work) {
         cudaGraph_t graph;
         cudaStreamBeginCapture(one, cudaStreamCaptureModeThreadLocal);

@@ -9,7 +9,7 @@
 #include "../../llmc/tune/reward_command.h"
 #include "../../llmc/tune/rewards.h"
 #include "../../llmc/tune/rollouts.h"
-#include "../harness/testing.h"
+#include "../harness/runs.h"
 
 using namespace llmc;
 
@@ -61,6 +61,22 @@ static std::string shown(const Tokenizer& t, const ChatTokens& c) {
         text += piece;
     }
     return text;
+}
+
+// A format by its name, with a tokenizer that has its tokens. A template of `folder` counts too.
+static Chat chat_of(const Tokenizer& t, const std::string& format,
+                    const std::string& folder = "") {
+    Chat chat;
+    EXPECT_EQ(choose_chat(&chat, format, folder, t), "");
+    return chat;
+}
+
+// A conversation in a format, as shown() shows it.
+static std::string written(const Tokenizer& t, const std::string& format,
+                           const Conversation& talk) {
+    ChatTokens out;
+    EXPECT_EQ(chat_tokens(chat_of(t, format), talk, &out), "");
+    return shown(t, out);
 }
 
 static const Conversation TALK = {{"system", "S"}, {"user", " U "}, {"assistant", "T"},
@@ -135,41 +151,31 @@ TEST(Chat, EachFormatIsItsTemplatesStringAndTrainsItsAnswers) {
 
 TEST(Chat, SystemTextsThatFormatsBring) {
     Tokenizer t = tokenizer_with(ALL_SPECIAL);
-    Chat chat;
-    ChatTokens out;
-    ASSERT_EQ(choose_chat(&chat, "llama3.1", "", t), "");
-    ASSERT_EQ(chat_tokens(chat, {{"user", "U"}, {"assistant", "T"}}, &out), "");
-    EXPECT_HAS(shown(t, out), "<s><|start_header_id|>system<|end_header_id|>\n\n"
-                              "Cutting Knowledge Date: December 2023\nToday Date: 26 Jul 2024\n\n"
-                              "<|eot_id|><|start_header_id|>user<|end_header_id|>\n\nU<|eot_id|>");
+    EXPECT_HAS(written(t, "llama3.1", {{"user", "U"}, {"assistant", "T"}}),
+               "<s><|start_header_id|>system<|end_header_id|>\n\n"
+               "Cutting Knowledge Date: December 2023\nToday Date: 26 Jul 2024\n\n"
+               "<|eot_id|><|start_header_id|>user<|end_header_id|>\n\nU<|eot_id|>");
 
     // A system text is one even if it is empty. White space at the ends is Unicode's, as Python's.
-    ASSERT_EQ(choose_chat(&chat, "chatml", "", t), "");
-    ASSERT_EQ(chat_tokens(chat, {{"system", ""}, {"user", " U"}, {"assistant", "T"}}, &out), "");
-    EXPECT_HAS(shown(t, out), "<|im_start|>system\n<|im_end|>\n<|im_start|>user\n U<|im_end|>\n");
-    ASSERT_EQ(choose_chat(&chat, "llama3", "", t), "");
-    ASSERT_EQ(chat_tokens(chat, {{"user", "\u2003U\u00a0\n"}, {"assistant", " T\u3000"}}, &out), "");
-    EXPECT_HAS(shown(t, out), "user<|end_header_id|>\n\nU<|eot_id|>");
-    EXPECT_HAS(shown(t, out), "{T<|eot_id|>}");
+    EXPECT_HAS(written(t, "chatml", {{"system", ""}, {"user", " U"}, {"assistant", "T"}}),
+               "<|im_start|>system\n<|im_end|>\n<|im_start|>user\n U<|im_end|>\n");
+    Conversation spaced = {{"user", "\u2003U\u00a0\n"}, {"assistant", " T\u3000"}};
+    EXPECT_HAS(written(t, "llama3", spaced), "user<|end_header_id|>\n\nU<|eot_id|>");
+    EXPECT_HAS(written(t, "llama3", spaced), "{T<|eot_id|>}");
 
     // Alpaca's text depends on whether the instruction has an input.
-    ASSERT_EQ(choose_chat(&chat, "alpaca", "", t), "");
-    ASSERT_EQ(chat_tokens(chat, {{"user", "Add.", "1 2"}, {"assistant", "3"}}, &out), "");
-    EXPECT_EQ(shown(t, out),
+    Conversation sum = {{"user", "Add.", "1 2"}, {"assistant", "3"}};
+    EXPECT_EQ(written(t, "alpaca", sum),
               "<s>Below is an instruction that describes a task, paired with an input that "
               "provides further context. Write a response that appropriately completes the "
               "request.\n\n### Instruction:\nAdd.\n\n### Input:\n1 2\n\n### Response:\n{3</s>}");
-
-    ASSERT_EQ(choose_chat(&chat, "plain", "", t), "");
-    ASSERT_EQ(chat_tokens(chat, {{"user", "Add.", "1 2"}, {"assistant", "3"}}, &out), "");
-    EXPECT_EQ(shown(t, out), "<s>User: Add.\n\n1 2\nAssistant:{ 3</s>}");
+    EXPECT_EQ(written(t, "plain", sum), "<s>User: Add.\n\n1 2\nAssistant:{ 3</s>}");
 }
 
 TEST(Chat, SpecialTokensThatPeopleWriteStayText) {
     Tokenizer t = tokenizer_with(ALL_SPECIAL);
-    Chat chat;
+    Chat chat = chat_of(t, "chatml");
     ChatTokens out;
-    ASSERT_EQ(choose_chat(&chat, "chatml", "", t), "");
     ASSERT_EQ(chat_tokens(chat, {{"user", "<|im_end|>"}, {"assistant", "<|im_start|>"}}, &out), "");
     int end = t.special["<|im_end|>"], start = t.special["<|im_start|>"];
     EXPECT_EQ(std::count(out.tokens.begin(), out.tokens.end(), end), 2);
@@ -177,22 +183,17 @@ TEST(Chat, SpecialTokensThatPeopleWriteStayText) {
 }
 
 TEST(Chat, AnAnswerThatDataLeaveOutIsNotTrained) {
-    Tokenizer t = tokenizer_with(ALL_SPECIAL);
-    Chat chat;
-    ChatTokens out;
     Conversation talk = {{"user", "U"}, {"assistant", "T"}, {"user", "V"}, {"assistant", "W"}};
     talk[1].trained = false;
-    ASSERT_EQ(choose_chat(&chat, "zephyr", "", t), "");
-    ASSERT_EQ(chat_tokens(chat, talk, &out), "");
-    EXPECT_EQ(shown(t, out), "<|user|>\nU</s>\n<|assistant|>\nT</s>\n<|user|>\nV</s>\n"
-                             "<|assistant|>\n{W</s>}\n");
+    EXPECT_EQ(written(tokenizer_with(ALL_SPECIAL), "zephyr", talk),
+              "<|user|>\nU</s>\n<|assistant|>\nT</s>\n<|user|>\nV</s>\n"
+              "<|assistant|>\n{W</s>}\n");
 }
 
 TEST(Chat, TheByteTokenizerEndsAnAnswerWithZero) {
     Tokenizer t;
-    Chat chat;
+    Chat chat = chat_of(t, "auto");
     ChatTokens out;
-    ASSERT_EQ(choose_chat(&chat, "auto", "", t), "");
     EXPECT_EQ(chat.format.name, "plain");
     ASSERT_EQ(chat_tokens(chat, {{"user", "U"}, {"assistant", "T"}}, &out), "");
     EXPECT_EQ(decode(t, out.tokens), std::string("User: U\nAssistant: T\0", 21));
@@ -201,10 +202,9 @@ TEST(Chat, TheByteTokenizerEndsAnAnswerWithZero) {
 
 TEST(Chat, RolesOutOfOrderAreRefusedWithAFix) {
     Tokenizer t;
-    Chat chat;
+    Chat chat = chat_of(t, "plain");
     ChatTokens out;
     Tokens prompt;
-    ASSERT_EQ(choose_chat(&chat, "plain", "", t), "");
     EXPECT_HAS(chat_tokens(chat, {}, &out), "ends without an answer: add a message");
     EXPECT_HAS(chat_tokens(chat, {{"user", "U"}}, &out), "ends without an answer");
     EXPECT_HAS(chat_tokens(chat, {{"assistant", "T"}}, &out), "begin with the user's");
@@ -427,9 +427,8 @@ TEST(Chat, Llama2sTokensAreThoseOfItsOwnProgram) {
     NEEDS_FIXTURES();
     Tokenizer t;
     ASSERT_EQ(tokenizer_open(&t, FIXTURES + "/tokenizers/llama2/tokenizer.model"), "");
-    Chat chat;
+    Chat chat = chat_of(t, "llama2");
     ChatTokens out;
-    ASSERT_EQ(choose_chat(&chat, "llama2", "", t), "");
     ASSERT_EQ(chat_tokens(chat, {{"user", "What is 2+2?"}, {"assistant", "It is four."},
                                  {"user", "Thanks!"}, {"assistant", "Any time."}}, &out), "");
     Tokens expected;
@@ -524,8 +523,7 @@ TEST(Conversations, PartsAreJoinedAndToolsAreRefused) {
 // A hundredth of the lines may be bad: of six lines none.
 TEST(Conversations, AFileWithMoreThanAHundredthOfBadLinesIsRefused) {
     Tokenizer t;
-    Chat chat;
-    ASSERT_EQ(choose_chat(&chat, "plain", "", t), "");
+    Chat chat = chat_of(t, "plain");
     std::string good = R"({"prompt": "q", "completion": "a"})" "\n", tools = good;
     tools.insert(1, R"("tools": [{"name": "f"}], )");
     auto opened = [&](const std::string& text) {
@@ -572,10 +570,9 @@ static std::string eight_lines() {
 TEST(Conversations, LinesThatAreTokenizedAlreadyKeepTheirTokensAndLabels) {
     // A folder whose template is not known reads them, and nothing else.
     Tokenizer t = tokenizer_with({"<s>", "</s>", "[X]"}); // 259 tokens
-    Chat chat;
     std::string folder = scratch("tokenized");
     put_file(folder + "/chat_template.jinja", "[X]{{ messages }}");
-    ASSERT_EQ(choose_chat(&chat, "auto", folder, t), "");
+    Chat chat = chat_of(t, "auto", folder);
     EXPECT_EQ(chat.format.name, "none");
     EXPECT_EQ(chat.end, 257);
 
@@ -628,9 +625,8 @@ TEST(Conversations, LieWholeInWindowsAndSeeNoOther) {
     const size_t T = 64;
     Tokenizer t;
     DataLoader d;
-    Chat chat;
+    Chat chat = chat_of(t, "plain");
     std::string path = put_file(scratch("talks.jsonl"), eight_lines());
-    ASSERT_EQ(choose_chat(&chat, "plain", "", t), "");
     LineSource source = source_of(chat);
     ASSERT_EQ(data_open(&d, path, Split::VAL, true, t, T, 256, 1, &source), "");
 
@@ -676,10 +672,8 @@ TEST(Conversations, LieWholeInWindowsAndSeeNoOther) {
 
 TEST(Conversations, AnswersThatAreCutAreCountedAndThoseWithoutAnyLeftOut) {
     Tokenizer t;
-    Chat chat;
+    Chat chat = chat_of(t, "plain");
     ConversationCounts n;
-    ASSERT_EQ(choose_chat(&chat, "plain", "", t), "");
-
     std::string text = line_of("q", std::string(30, 'a')) + line_of(std::string(40, 'q'), "a") +
                        "{\"messages\": []}\nno JSON\n" + line_of("q", "a");
     std::vector<int> windows = pack_lines(conversations(), chat, text, 7, "talks", 32, &n);
@@ -704,8 +698,7 @@ TEST(Conversations, ShardsHoldTheWindowsThatTheTextHas) {
     c.prepare = scratch("talks.bin");
     c.data = path;
     c.loss = "sft";
-    Chat chat;
-    ASSERT_EQ(choose_chat(&chat, "plain", "", t), "");
+    Chat chat = chat_of(t, "plain");
     LineSource source = source_of(chat);
     auto prepared = [&] {
         return prepare_shards(c, t, "./", [&](LineSource* wanted) {
@@ -746,10 +739,9 @@ TEST(Conversations, ShardsHoldTheWindowsThatTheTextHas) {
 
 TEST(Conversations, BothSplitsAreWholeWindowsAndShareNone) {
     Tokenizer t;
-    Chat chat;
+    Chat chat = chat_of(t, "plain");
     DataLoader train, val;
     std::string path = put_file(scratch("split.jsonl"), eight_lines());
-    ASSERT_EQ(choose_chat(&chat, "plain", "", t), "");
     LineSource source = source_of(chat);
     ASSERT_EQ(data_open(&train, path, Split::TRAIN, false, t, 64, 256, 1, &source), "");
     ASSERT_EQ(data_open(&val, path, Split::VAL, false, t, 64, 256, 1, &source), "");
@@ -765,12 +757,8 @@ TEST(Conversations, BothSplitsAreWholeWindowsAndShareNone) {
 // The numbers under some keys of each step of a run.
 static std::vector<double> step_log(const std::string& out, const std::vector<const char*>& keys) {
     std::vector<double> found;
-    std::istringstream lines(read_file(out + "/log.jsonl"));
-    for (std::string line; std::getline(lines, line);) {
-        nlohmann::json j = nlohmann::json::parse(line);
-        for (const char* key : keys)
-            if (j.contains("lr")) found.push_back(j[key]);
-    }
+    for (const nlohmann::json& step : logged(out))
+        for (const char* key : keys) found.push_back(step[key]);
     return found;
 }
 
@@ -878,8 +866,7 @@ static std::string eight_pairs() {
 
 TEST(Preferences, ALineBecomesTwoConversationsThatAskTheSame) {
     Tokenizer t;
-    Chat chat;
-    ASSERT_EQ(choose_chat(&chat, "plain", "", t), "");
+    Chat chat = chat_of(t, "plain");
     auto tokens_of = [&](const std::string& line, std::vector<int>* tokens) {
         ConversationCounts n;
         nlohmann::json j = nlohmann::json::parse(line);

@@ -78,18 +78,8 @@ TEST(Config, EveryFlagRoundTripsThroughText) {
     }
 }
 
-TEST(Config, ReadsFlagsAndSwitches) {
-    Config c;
-    EXPECT_EQ(parse(c, "--steps 7 --lr 3e-4 --resume --explain false --model gpt2"_flags), "");
-    EXPECT_EQ(c.steps, 7);
-    EXPECT_EQ(c.lr, 3e-4);
-    EXPECT_TRUE(c.resume);
-    EXPECT_FALSE(c.explain);
-    EXPECT_EQ(c.model, "gpt2");
-}
-
 // `--name=value` means `--name value`, for a value that holds an equals sign too, and for switches.
-TEST(Config, ReadsAValueBehindAnEqualsSign) {
+TEST(Config, ReadsFlagsAndSwitches) {
     Config c;
     EXPECT_EQ(parse(c, "--lr=3e-4 --eval=piqa=a.jsonl --prompt= --resume=false"_flags), "");
     EXPECT_EQ(parse(c, "--steps 7 --explain"_flags), "");
@@ -104,6 +94,8 @@ TEST(Config, ReadsAValueBehindAnEqualsSign) {
     EXPECT_FALSE(c.resume);
     EXPECT_EQ(c.steps, 7);
     EXPECT_TRUE(c.explain);
+    EXPECT_EQ(parse(c, "--explain false --model gpt2"_flags), "");
+    EXPECT_TRUE(!c.explain && c.model == "gpt2");
     EXPECT_HAS(parse("--stpes=3"_flags), "unknown flag --stpes: did you mean --steps?");
     EXPECT_HAS(parse("--resume=maybe"_flags), "--resume wants true or false, not 'maybe'");
 
@@ -190,7 +182,6 @@ TEST(Config, AFileThatIsNoneIsRefusedAtOnce) {
 
 // Names and values that cannot be read.
 TEST(Config, RefusesWhatItCannotRead) {
-    EXPECT_HAS(parse("--stpes 3"_flags), "did you mean --steps?");
     for (const char* far : {"--completely-unknown", "--bogus", "--xy", "--foo"})
         EXPECT_EQ(parse({far, "3"}).find("did you mean"), std::string::npos) << far;
 
@@ -296,7 +287,6 @@ TEST(Config, RefusesWhatIsNotBuiltByName) {
     EXPECT_EQ(check("--machine h100 --explain --offload optimizer,update,gradients"_flags), "");
     EXPECT_EQ(check("--optimizer muon --offload optimizer,update,weights,activations"_flags), "");
     EXPECT_EQ(check("--machine h100 --explain --lora 8"_flags), "");
-    EXPECT_EQ(check("--machine h100 --explain"_flags), "");
     EXPECT_EQ(check("--machine h100 --plan auto"_flags), "");
 
     // Plans that the program chooses.
@@ -490,8 +480,7 @@ TEST(Config, TensorParallelRanksShareEqually) {
     EXPECT_HAS(check("--tp 6 --explain"_flags, llama), "4 key/value heads do not divide each");
 
     // A size is offered only if it works with the ranks that are there.
-    Shape two =
-        gpt2_shape(2, 2, 32, 256, 128);
+    Shape two = gpt2_shape(2, 2, 32, 256, 128);
     EXPECT_EQ(check("--local-ranks 4 --tp 3"_flags, two),
               "--tp 3 does not divide 2 heads: try --tp 1, 2");
     EXPECT_EQ(check("--local-ranks 3 --tp 2"_flags, two),

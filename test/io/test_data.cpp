@@ -61,8 +61,7 @@ static std::string shard(const std::string& name, const std::vector<uint32_t>& t
     std::copy(header.begin(), header.end(), words);
     memcpy(bytes.data(), words, sizeof(words));
     for (uint32_t t : tokens) bytes.append(reinterpret_cast<const char*>(&t), width);
-    put_file(scratch(name), bytes);
-    return scratch(name);
+    return put_file(scratch(name), bytes);
 }
 
 // Tokens that are their own positions, counted from `first`.
@@ -76,15 +75,18 @@ static std::vector<uint32_t> positions(uint32_t first, size_t count) {
 static std::string text_file(const std::string& name, uint32_t first, size_t count) {
     std::string bytes;
     for (uint32_t t : positions(first, count)) bytes += char(t);
-    put_file(scratch(name), bytes);
-    return scratch(name);
+    return put_file(scratch(name), bytes);
 }
 
-// The refusal of a data set, or "".
+// Open a data set. Returns its refusal, or "".
+static std::string open_data(DataLoader* d, const std::string& value, size_t T = 4,
+                             size_t V = 1 << 20, Split split = Split::TRAIN, bool own = true) {
+    return data_open(d, value, split, own, bytes_tokenizer, T, V, 1);
+}
 static std::string open_error(const std::string& value, size_t T = 4, size_t V = 1 << 20,
                               Split split = Split::TRAIN, bool own = true) {
     DataLoader d;
-    return data_open(&d, value, split, own, bytes_tokenizer, T, V, 1);
+    return open_data(&d, value, T, V, split, own);
 }
 
 // The first token of each of the windows `first` to `first + count`, each of which must
@@ -132,8 +134,7 @@ TEST(Data, EveryWindowOnceAnEpochOverAllKindsOfFiles) {
     EXPECT_EQ(orders.size(), 10u);
 
     // Validation reads every window in the files' order, each time.
-    std::vector<int> first =
-        starts(val, 0, 24);
+    std::vector<int> first = starts(val, 0, 24);
     EXPECT_EQ(first, starts(val, 24, 24));
     EXPECT_EQ((std::vector<int>(first.begin(), first.begin() + 2)), (std::vector<int>{1000, 1004}));
     EXPECT_EQ((std::vector<int>(first.end() - 2, first.end())), (std::vector<int>{5004, 5008}));
@@ -175,8 +176,7 @@ TEST(Data, TrainingAndValidationShareNoToken) {
             std::set<int> seen[2];
             for (int p : {0, 1}) {
                 Split split = p ? Split::VAL : Split::TRAIN;
-                ASSERT_EQ(data_open(&parts[p], value, split, false, bytes_tokenizer, T, 1 << 20, 1),
-                          "");
+                ASSERT_EQ(open_data(&parts[p], value, T, 1 << 20, split, false), "");
                 std::vector<int> tokens(T), targets(T);
                 for (size_t s = 0; s < parts[p].windows; s++) {
                     ASSERT_EQ(load_window(parts[p], s, tokens.data(), targets.data()), "");
@@ -203,9 +203,9 @@ TEST(Data, OwnValidationFilesAreUsedWholeAndMayNotBeTrainedOn) {
                 link = scratch("own_link.txt");
     fs::create_hard_link(a, link);
     DataLoader train, val, same;
-    ASSERT_EQ(data_open(&train, a, Split::TRAIN, true, bytes_tokenizer, 7, 256, 1), "");
-    ASSERT_EQ(data_open(&val, b, Split::VAL, true, bytes_tokenizer, 7, 256, 1), "");
-    ASSERT_EQ(data_open(&same, b + "," + link, Split::VAL, true, bytes_tokenizer, 7, 256, 1), "");
+    ASSERT_EQ(open_data(&train, a, 7, 256), "");
+    ASSERT_EQ(open_data(&val, b, 7, 256, Split::VAL), "");
+    ASSERT_EQ(open_data(&same, b + "," + link, 7, 256, Split::VAL), "");
 
     EXPECT_EQ(train.tokens, 50u);
     EXPECT_EQ(val.tokens, 50u);
@@ -219,17 +219,14 @@ TEST(Data, PatternsAndCommas) {
     // Files in the order of the commas. A pattern's files are in alphabetical order.
     for (int i : {3, 1, 2}) text_file("pattern" + std::to_string(i) + ".txt", uint32_t(10 * i), 9);
     std::string one = text_file("single.txt", 100, 9);
-    std::vector<std::string> paths;
-    EXPECT_EQ(
-        data_paths(one + "," + scratch("pattern[12].txt") + "," + scratch("pattern3.txt"), &paths),
-        "");
     std::string p1 = scratch("pattern1.txt"), p2 = scratch("pattern2.txt"),
                 p3 = scratch("pattern3.txt");
+    std::vector<std::string> paths;
+    EXPECT_EQ(data_paths(one + "," + scratch("pattern[12].txt") + "," + p3, &paths), "");
     EXPECT_EQ(paths, (std::vector<std::string>{one, p1, p2, p3}));
 
     DataLoader d;
-    ASSERT_EQ(data_open(&d, scratch("pattern*.txt"), Split::VAL, true, bytes_tokenizer, 4, 256, 1),
-              "");
+    ASSERT_EQ(open_data(&d, scratch("pattern*.txt"), 4, 256, Split::VAL), "");
     EXPECT_EQ(starts(d, 0, d.windows), (std::vector<int>{10, 14, 20, 24, 30, 34}));
     EXPECT_HAS(open_error(one + "," + scratch("nothing*.txt")), "nothing*.txt: no file matches");
 
@@ -287,14 +284,13 @@ TEST(Data, FilesThatChangeHaveAnotherIdentity) {
 TEST(Data, AByteOrderMarkIsNoText) {
     std::string name = put_file(scratch("marked.txt"), "\xef\xbb\xbf" "0123456789");
     DataLoader d;
-    ASSERT_EQ(data_open(&d, name, Split::TRAIN, true, bytes_tokenizer, 4, 256, 1), "");
+    ASSERT_EQ(open_data(&d, name), "");
     EXPECT_EQ(d.tokens, 10u);
     EXPECT_EQ(token_at(d.files[0], 0), '0');
 
     // Without its own files, validation is the last tenth of what is left.
-    ASSERT_EQ(data_open(&d, put_file(name, "\xef\xbb\xbf" + std::string(60, 'x') + "0123456789"),
-                        Split::VAL, false, bytes_tokenizer, 4, 256, 1),
-              "");
+    put_file(name, "\xef\xbb\xbf" + std::string(60, 'x') + "0123456789");
+    ASSERT_EQ(open_data(&d, name, 4, 256, Split::VAL, false), "");
     EXPECT_EQ(d.tokens, 7u);
     EXPECT_EQ(token_at(d.files[0], 0), '3');
 }
@@ -366,13 +362,10 @@ TEST(Data, RefusesTokensBeyondTheVocabulary) {
     for (size_t width : {2, 4}) {
         // Token 12 ends window 2 as a target, and begins window 3 as an input.
         std::vector<uint32_t> t = positions(0, 29);
-        t[12] = width == 2
-                    ? 65535
-                    : 0xffffffff;
+        t[12] = width == 2 ? 65535 : 0xffffffff;
         std::string path = shard("beyond.bin", t, width);
         DataLoader d;
-        ASSERT_EQ(data_open(&d, path, Split::VAL, true, bytes_tokenizer, 4, 100, 1),
-                  ""); // a shard asks for no tokenizer
+        ASSERT_EQ(open_data(&d, path, 4, 100, Split::VAL), ""); // a shard asks for no tokenizer
         for (uint64_t s = 0; s < 7; s++) {
             std::string wrong = load_window(d, s, tokens, targets);
             std::string says = path + ": token " + std::to_string(t[12]) +
@@ -387,15 +380,12 @@ TEST(Data, RefusesTokensBeyondTheVocabulary) {
 
         // In a held-back part, the position in the message is the file's.
         t = positions(0, 100), t[93] = 300;
-        ASSERT_EQ(data_open(&d, shard("beyond2.bin", t, width), Split::VAL, false, bytes_tokenizer,
-                            4, 300, 1),
-                  "");
+        path = shard("beyond2.bin", t, width);
+        ASSERT_EQ(open_data(&d, path, 4, 300, Split::VAL, false), "");
         EXPECT_HAS(load_window(d, 0, tokens, targets), "token 300 at position 93");
         EXPECT_HAS(check_tokens(d, 1 << 20), "token 300 at position 93");
 
-        ASSERT_EQ(
-            data_open(&d, scratch("beyond2.bin"), Split::VAL, false, bytes_tokenizer, 4, 301, 1),
-            "");
+        ASSERT_EQ(open_data(&d, path, 4, 301, Split::VAL, false), "");
         EXPECT_EQ(load_window(d, 0, tokens, targets), "");
         EXPECT_EQ(check_tokens(d, 1 << 20), "");
     }
@@ -406,12 +396,9 @@ TEST(Data, TokensAreCheckedToTheLast) {
     for (size_t width : {2, 4})
         for (size_t at : {0, 16383, 16384, 39999}) {
             std::vector<uint32_t> t(40000, 7);
-
             t[at] = 50;
             DataLoader d;
-            ASSERT_EQ(data_open(&d, shard("many.bin", t, width), Split::TRAIN, true,
-                                bytes_tokenizer, 4, 50, 1),
-                      "");
+            ASSERT_EQ(open_data(&d, shard("many.bin", t, width), 4, 50), "");
             EXPECT_HAS(check_tokens(d, 1 << 20),
                        "token 50 at position " + std::to_string(at) + " is beyond");
             d.V = 51;
@@ -433,14 +420,12 @@ TEST(Data, NoTextIsRefusedAndBinaryTextNoted) {
 
     DataLoader d;
     std::string name = put_file(scratch("binary.txt"), std::string(100, '\0'));
-    ASSERT_EQ(data_open(&d, name, Split::TRAIN, true, bytes_tokenizer, 4, 256, 1), "");
+    ASSERT_EQ(open_data(&d, name), "");
     EXPECT_EQ(data_notes(d), std::vector<std::string>{
                                  name + ": 100 zero bytes and 0 bytes that are not UTF-8 in the "
                                         "first 100: is it text?"});
 
-    ASSERT_EQ(data_open(&d, text_file("plain.txt", 32, 90), Split::TRAIN, true, bytes_tokenizer, 4,
-                        256, 1),
-              "");
+    ASSERT_EQ(open_data(&d, text_file("plain.txt", 32, 90)), "");
     EXPECT_EQ(data_notes(d).size(), 0u);
 }
 
@@ -485,7 +470,7 @@ TEST(Data, DocumentsArePackedByBestFit) {
         }
         tokens.back() = uint32_t(tokens.size());
         std::string file = shard("packed.bin", tokens, 4);
-        EXPECT_EQ(data_open(d, file, Split::VAL, true, bytes_tokenizer, T, 1 << 20, 1), "");
+        EXPECT_EQ(open_data(d, file, T, 1 << 20, Split::VAL), "");
         pack_documents(d, 0);
     };
 
@@ -537,7 +522,7 @@ TEST(Data, TheTokenThatEndsDocumentsIsKnownOrGiven) {
     };
     auto ask = [&](const std::string& files, int given, size_t V, int eot = -1) {
         DataLoader d;
-        EXPECT_EQ(data_open(&d, files, Split::TRAIN, true, bytes_tokenizer, 4, V, 1), "");
+        EXPECT_EQ(open_data(&d, files, 4, V), "");
         return end_of(d, given, eot);
     };
 

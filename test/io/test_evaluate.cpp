@@ -206,7 +206,6 @@ TEST(Files, AnyBytesAreReadOrRefused) {
         for (size_t i = 0; i <= 2 * line.size(); i += 3) {
             std::string bytes = line.substr(0, std::min(i, line.size()));
             if (i > line.size())
-
                 bytes[i - line.size() - 1] = "\"[{:,}]\n\x80"[random_block(3, 1, i)[0] % 9];
             Evaluation e;
             read += read_tasks(&e, std::string(kind.name) + "=" + write("any", bytes), Tokenizer(),
@@ -478,6 +477,20 @@ TEST(LogLikelihoods, RowsOfManyChunks) {
     }
 }
 
+// A plan that trains, and one for each group, which hears of its number.
+std::vector<Plan> plans_of_groups(std::vector<ScoreGroup>* groups, const Layout& layout) {
+    Plan train = small_plan(2, 8, 1);
+    train.layout = layout;
+    PlanOptions evaluate = train;
+    evaluate.mode = Mode::EVALUATE;
+    std::vector<Plan> plans = {train};
+    for (ScoreGroup& group : *groups) {
+        group.plan = int(plans.size());
+        plans.push_back({score_plan(evaluate, group.T, layout), layout, {}});
+    }
+    return plans;
+}
+
 struct Ranks {
     int dp = 1, tp = 1, pp = 1, chunks = 1, zero = 0;
     bool sequence_parallel = false;
@@ -521,20 +534,10 @@ TEST(LogLikelihoods, AreTheSameInEveryLayout) {
                     split_layers(std::vector<double>(s.L + 2, 1.0), sizes.stages());
                 Layout me = layout_at(sizes, world.rank);
 
-                // The group's plans have the lengths of its candidates.
-                Plan p = small_plan(2, 8, 1);
-                p.layout = me;
-                PlanOptions evaluate = p;
-                evaluate.mode = Mode::EVALUATE;
+                // The groups' plans have the lengths of their candidates.
                 std::vector<Candidate> got = want;
                 std::vector<ScoreGroup> groups = group_by_length(got, 32, s.P);
-                std::vector<Plan> plans = {p};
-                for (ScoreGroup& group : groups) {
-                    group.plan = int(plans.size());
-                    plans.push_back({score_plan(evaluate, group.T, me), me, {}});
-                }
-
-                Fixture<double> f(s, plans);
+                Fixture<double> f(s, plans_of_groups(&groups, me));
                 f.t.comms = make_comms(world, me, ranks_of_kv_head(me, f.t.model));
                 for (const ScoreGroup& group : groups) score_group(f.t, group, got);
 
@@ -779,19 +782,9 @@ TEST(Core, PromptsAndScoresAreThoseOfTheGoldenFile) {
         int status = run_local_ranks(dp, {}, [&](const Comm& world) {
             one_thread();
             Layout me = layout_at(small_layout(dp, 1, 1), world.rank);
-            Plan p = small_plan(2, 8, 1);
-            p.layout = me;
-            PlanOptions evaluate = p;
-            evaluate.mode = Mode::EVALUATE;
             Evaluation got = cut;
             std::vector<ScoreGroup> groups = group_by_length(got.candidates, 128, s.P);
-            std::vector<Plan> plans = {p};
-            for (ScoreGroup& group : groups) {
-                group.plan = int(plans.size());
-                plans.push_back({score_plan(evaluate, group.T, me), me, {}});
-            }
-
-            Fixture<double> f(s, plans);
+            Fixture<double> f(s, plans_of_groups(&groups, me));
             f.t.comms = make_comms(world, me, ranks_of_kv_head(me, f.t.model));
             std::string wrong = hf_load_weights(f.t, golden + "gpt2-tiny");
             for (const ScoreGroup& group : groups) score_group(f.t, group, got.candidates);

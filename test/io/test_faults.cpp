@@ -433,12 +433,7 @@ TEST_F(Files, ACrashOrFailureAtAnyCallOfAPreparationLosesNothing) {
     c.prepare = dir + "/out/x.bin", c.document_end = 10, c.shard_tokens = 20, c.val_tokens = 5;
     c.data = put("a.jsonl", "{\"text\": \"one document\"}\n{\"text\": \"and another one\"}\n");
 
-    auto files = [&] {
-        std::map<std::string, std::string> all;
-        for (const auto& e : fs::directory_iterator(dir + "/out"))
-            all[e.path().filename()] = read_file(e.path());
-        return all;
-    };
+    auto files = [&] { return folder_bytes(dir + "/out"); };
     auto prepared = [&] {
         testing::internal::CaptureStdout(), testing::internal::CaptureStderr();
         std::string wrong = prepare_shards(c, bytes, "");
@@ -679,7 +674,6 @@ TEST_F(Files, AWholeCheckpointThatDoesNotFitIsAnErrorAtOnce) {
         for (const auto& [key, value] : identity.items())
             if (is_newer_field(key)) j["model"].erase(key);
     }), "");
-
 }
 
 // ----------------------------------------------------------------------------

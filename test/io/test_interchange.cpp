@@ -6,7 +6,7 @@
 #include "../../llmc/io/model_files.h"
 #include "../../llmc/io/chat.h"
 #include "../../llmc/extra/gguf.h"
-#include "../harness/testing.h"
+#include "../harness/runs.h"
 #include "../step/small_models.h"
 
 using namespace llmc;
@@ -168,14 +168,11 @@ template <typename F> static void with_ranks(const Shape& s, LayoutCase l, F bod
         Layout sizes = small_layout(l.dp, l.tp, l.pp);
         sizes.zero = l.zero;
         sizes.first_layer = split_layers(std::vector<double>(s.L + 2, 1.0), l.pp);
-        PlanOptions p;
-        p.B = 1, p.T = 4, p.micro_batches = 2;
-        Trainer<float, Cpu> t;
-        trainer_place(t, s, {p}, layout_at(sizes, world.rank));
-        t.comms = make_comms(world, t.layout, ranks_of_kv_head(t.layout, t.model));
-        trainer_allocate(t);
-        body(t);
-        trainer_free(t);
+        Plan p = small_plan(1, 4, 2);
+        p.layout = layout_at(sizes, world.rank);
+        Small<float> m(s, {p});
+        m.t.comms = make_comms(world, m.t.layout, ranks_of_kv_head(m.t.layout, m.t.model));
+        body(m.t);
     });
     EXPECT_EQ(status, 0);
 }
@@ -633,24 +630,21 @@ TEST_F(Interchange, Stories260kIsTheSameInBothForms) {
     EXPECT_EQ(model_identity(s), model_identity(of_folder));
 
     // The weights of the file and of the folder are the same.
-    Trainer<float, Cpu> a, b;
-    Plan plan;
-    plan.mode = Mode::GENERATE, plan.B = 1, plan.T = 1, plan.cache = 256;
-    for (Trainer<float, Cpu>* t : {&a, &b})
-        trainer_place(*t, s, {plan}), trainer_allocate(*t), init_constants(*t);
-    ASSERT_EQ(hf_load_weights(a, folder + "/hf"), "");
-    ASSERT_EQ(model_file_load(b, path), "");
-    for (const Parameter& p : a.model.parameters)
-        EXPECT_EQ(get_weight(a, p), get_weight(b, p)) << p.name;
+    Plan plan = small_plan(1, 1, 1);
+    plan.mode = Mode::GENERATE, plan.cache = 256;
+    Small<float> a(s, {plan}), b(s, {plan});
+    ASSERT_EQ(hf_load_weights(a.t, folder + "/hf"), "");
+    ASSERT_EQ(model_file_load(b.t, path), "");
+    for (const Parameter& p : a.t.model.parameters)
+        EXPECT_EQ(get_weight(a.t, p), get_weight(b.t, p)) << p.name;
 
     // They generate the expected text.
     std::vector<int> ids = {1},
                      expected = json::parse(read_file(folder + "/expected_greedy_ids.json"))["ids"]
                                     .get<std::vector<int>>();
-    generate(b, 0, {1}, expected.size() - 1, {0, 1, 0, 1, 0},
+    generate(b.t, 0, {1}, expected.size() - 1, {0, 1, 0, 1, 0},
              [&](int token) { ids.push_back(token); });
     EXPECT_EQ(ids, expected);
-    trainer_free(a), trainer_free(b);
 }
 
 // ----------------------------------------------------------------------------
@@ -897,10 +891,8 @@ TEST_F(Interchange, AFoldersTokenizer) {
 
 // config.json and generation_config.json name the tokens that begin and end a text.
 TEST_F(Interchange, ExportsSayWhereTextsEnd) {
-    Trainer<float, Cpu> t;
-    Plan plan;
-    plan.mode = Mode::EVALUATE, plan.B = 1, plan.T = 4;
-    trainer_place(t, published_llama(true), {plan}), trainer_allocate(t);
+    Small<float> drawn(published_llama(true), {small_plan(1, 4, 1)});
+    Trainer<float, Cpu>& t = drawn.t;
     init_weights(t, 1);
 
     std::string folder = dir + "/export";
@@ -925,15 +917,12 @@ TEST_F(Interchange, ExportsSayWhereTextsEnd) {
     EXPECT_FALSE(fs::exists(folder + "/tokenizer.json") || fs::exists(folder + ".exporting"));
     put("export/vocab.json", "");
     EXPECT_HAS(hf_export_check(published_llama(true), folder), "holds vocab.json");
-    trainer_free(t);
 }
 
 // Keys and files of the folder that a model came from are passed on. Keys of ours win.
 TEST_F(Interchange, ExportsKeepWhatTheirFolderSays) {
-    Trainer<float, Cpu> t;
-    Plan plan;
-    plan.mode = Mode::EVALUATE, plan.B = 1, plan.T = 4;
-    trainer_place(t, published_llama(true), {plan}), trainer_allocate(t);
+    Small<float> drawn(published_llama(true), {small_plan(1, 4, 1)});
+    Trainer<float, Cpu>& t = drawn.t;
     init_weights(t, 1);
 
     // The folder that the model came from.
@@ -996,7 +985,6 @@ TEST_F(Interchange, ExportsKeepWhatTheirFolderSays) {
     EXPECT_FALSE(file("config.json").contains("pad_token_id"));
     EXPECT_EQ(file("generation_config.json")["eos_token_id"], 1);
     EXPECT_FALSE(fs::exists(folder + "/chat_template.jinja"));
-    trainer_free(t);
 }
 
 // The end of an answer comes first where generate() looks, and what ended a text before still does.
@@ -1038,10 +1026,8 @@ TEST_F(Interchange, AnExportSaysHowAnAnswerEnds) {
 
 // A link stays a link. The folder that it points to is written, and made if there is none yet.
 TEST_F(Interchange, ExportsFollowLinks) {
-    Trainer<float, Cpu> t;
-    Plan plan;
-    plan.mode = Mode::EVALUATE, plan.B = 1, plan.T = 4;
-    trainer_place(t, published_llama(true), {plan}), trainer_allocate(t);
+    Small<float> drawn(published_llama(true), {small_plan(1, 4, 1)});
+    Trainer<float, Cpu>& t = drawn.t;
     init_weights(t, 1);
 
     fs::create_directories(dir + "/disk");
@@ -1054,7 +1040,6 @@ TEST_F(Interchange, ExportsFollowLinks) {
         EXPECT_TRUE(fs::exists(dir + "/disk/real/model.safetensors")) << name;
         fs::remove_all(dir + "/disk/real");
     }
-    trainer_free(t);
 }
 
 TEST_F(Interchange, FoldersThatAreNoExportAreRefused) {
@@ -1076,10 +1061,7 @@ struct Programs : Interchange {
     std::string text, flags;
     void SetUp() override {
         Interchange::SetUp();
-        std::string lines;
-        for (int i = 0; i < 400; i++)
-            lines += "line " + std::to_string(i * 7919 % 1000) + " of the text\n";
-        text = put("text.txt", lines);
+        text = put("text.txt", numbered_lines(400, " of the text"));
         flags =
             " --device cpu --seq 16 --micro-batch 2 --temperature 0 --sample-tokens 12 --data " +
             text + " ";
@@ -1248,9 +1230,7 @@ struct Folders : Programs {
         return "--model " + folder + data;
     }
     double loss(const std::string& arguments) {
-        std::string out = run(arguments + " --eval");
-        size_t at = out.find("val loss ");
-        return at == std::string::npos ? NAN : atof(out.c_str() + at + 9);
+        return number_behind(run(arguments + " --eval"), "val loss ");
     }
 };
 

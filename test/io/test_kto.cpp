@@ -3,7 +3,7 @@
 //   test_losses computes the first figures of a run from its definitions.
 #include "../../llmc/extra/kto.h"
 #include "../../llmc/io/chat_templates.h"
-#include "../harness/testing.h"
+#include "../harness/runs.h"
 
 using namespace llmc;
 
@@ -117,13 +117,10 @@ TEST(Labels, ReferencePointAndLossAreTheSameInEveryLayout) {
 
         // The figures of each step, then its reference points.
         std::vector<double> got, points;
-        std::istringstream lines(read_file(out + "/log.jsonl"));
-        for (std::string line; std::getline(lines, line);) {
-            nlohmann::json j = nlohmann::json::parse(line);
+        for (const nlohmann::json& j : logged(out, "loss"))
             for (const char* key : {"loss", "margin", "accuracy", "grad_norm"})
-                if (j.contains("loss")) got.push_back(j[key]);
-            if (j.contains("kl")) points.push_back(j["kl"]);
-        }
+                got.push_back(j[key]);
+        for (const nlohmann::json& j : logged(out, "kl")) points.push_back(j["kl"]);
         got.insert(got.end(), points.begin(), points.end());
         return got;
     };

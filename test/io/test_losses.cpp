@@ -8,9 +8,8 @@
 //   compared with another path through it, or with a formula.
 #include <cmath>
 #include <cstring>
-#include <nlohmann/json.hpp>
 #include <regex>
-#include "../harness/testing.h"
+#include "../harness/runs.h"
 
 using nlohmann::json;
 
@@ -26,17 +25,6 @@ std::string train(const std::string& flags) {
     Ran ran = shell("OMP_NUM_THREADS=1 " + program() + " --device cpu --sample-tokens 0 " + flags);
     EXPECT_EQ(ran.status, 0) << flags << "\n" << ran.text;
     return ran.text;
-}
-
-// The lines of a run's log that have a key.
-std::vector<json> logged(const std::string& out, const char* key = "lr") {
-    std::vector<json> found;
-    std::istringstream lines(read_file(out + "/log.jsonl"));
-    for (std::string line; std::getline(lines, line);) {
-        json j = json::parse(line);
-        if (j.contains(key)) found.push_back(j);
-    }
-    return found;
 }
 
 // An empty folder's path.

@@ -95,7 +95,8 @@ template <typename T> AttentionRun<T> attention_in_tiles(const AttentionInputs& 
 
 // Random inputs. kind 0: one sequence. 1: documents. 2: new queries after cached keys. 3: keys
 // in any order, and rows that see nothing. 4: as 2, with every score so far below zero that
-// exp(0 - lse) is infinite.
+// exp(0 - lse) is infinite. 5: keys that begin in the middle of their sequence, as ranks of a
+// context may hold them, and queries around it.
 inline AttentionInputs attention_inputs(Check& c, size_t B, size_t Tq, size_t Tk, size_t NH,
                                         size_t NKV, size_t HS, int kind, bool alibi,
                                         size_t HS_v = 0) {
@@ -130,12 +131,14 @@ inline AttentionInputs attention_inputs(Check& c, size_t B, size_t Tq, size_t Tk
     for (size_t b = 0; b < B; b++) {
         int start = 0;
         for (size_t i = 0; i < Tq; i++) {
-            int position = int(i) + (kind == 2 || kind == 4 ? int(Tk) - int(Tq) : 0);
+            int behind = kind == 2 || kind == 4 || kind == 5 ? int(Tk) - int(Tq) : 0;
+            int position = int(i) + (kind == 5 ? behind / 2 : behind);
             if (kind == 1 && c.random() % 5 == 0) start = position;
             x.q_positions.push_back(kind == 3 ? int(c.random() % Tk) : position);
             x.doc_start.push_back(kind == 3 && c.random() % 3 == 0 ? 1000000 : start);
         }
-        for (size_t j = 0; j < Tk; j++) x.k_positions.push_back(int(j));
+        for (size_t j = 0; j < Tk; j++)
+            x.k_positions.push_back(int(kind == 5 ? (j + Tk / 2) % Tk : j));
         if (kind == 3) std::shuffle(x.k_positions.end() - long(Tk), x.k_positions.end(), c.random);
     }
     if (alibi) {

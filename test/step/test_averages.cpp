@@ -1,6 +1,7 @@
 // test_averages.cpp - means of weights: --ema over steps, convert_gpt over several models
 //   The mean of --ema against its formula over the weights of each step, in every layout; it is
 //   saved and read by any layout, and a run goes on to the bit. its mean against sums of files.
+#include "../harness/runs.h"
 #include "../io/saved_models.h"
 
 namespace {
@@ -153,24 +154,18 @@ TEST_F(Averages, AMeanIsSavedAndReadByAnyLayout) {
 
 // Flags of a run of a second, on a text of its own.
 std::string small_run(Averages& test) {
-    std::string text;
-    for (int i = 0; i < 2000; i++) text += concat("line ", i * 7919 % 1000, " repeats itself\n");
+    std::string text = numbered_lines(2000, " repeats itself");
     return "--layers 1 --heads 2 --channels 32 --seq 32 --micro-batch 4 --sample-tokens 0 "
            "--eval-tokens 256 --lr 0.01 --schedule constant --data " +
            put_file(test.path("text.txt"), text) + " ";
 }
-Ran start(const std::string& arguments) { return shell(program() + " " + arguments); }
 
 // The bytes of a checkpoint's tensors.
 std::string tensors_of(const std::string& checkpoint) {
     return read_file(checkpoint + "/rank_00000.safetensors");
 }
 
-double val_loss(const Ran& r) {
-    size_t at = r.text.find("val loss ");
-    EXPECT_NE(at, std::string::npos) << r.text;
-    return at == std::string::npos ? NAN : atof(r.text.c_str() + at + 9);
-}
+double val_loss(const Ran& r) { return number_behind(r.text, "val loss "); }
 
 TEST_F(Averages, ARunWithAMeanGoesOnToTheBit) {
     std::string flags = small_run(*this) + "--precision bf16 --ema 0.9 ";

@@ -2,6 +2,7 @@
 //   A teacher that is the student teaches nothing, exactly, in every layout; another teacher gives
 //   every layout the same weights. The program loads one, goes on to the bit and refuses by name.
 #include "../../llmc/tune/teacher.h"
+#include "../harness/runs.h"
 #include "../io/saved_models.h"
 
 namespace {
@@ -151,17 +152,14 @@ TEST(Distill, ATeacherWithoutAShareIsNotHeard) {
 // the program
 
 struct DistillRun : Scratch {
-    std::string text, small, teacher;
+    std::string small, teacher;
     void SetUp() override {
         Scratch::SetUp();
-        for (int i = 0; i < 2000; i++)
-            text += concat("line ", i * 7919 % 1000, " of a text that repeats itself\n");
         small = "--layers 1 --heads 2 --seq 32 --micro-batch 2 --batch-tokens 256 "
                 "--sample-tokens 0 --eval-tokens 256 --lr 0.01 --schedule constant --data " +
-                put("text.txt", text) + " ";
+                put("text.txt", numbered_lines(2000)) + " ";
         teacher = path("teacher");
     }
-    Ran start(const std::string& arguments) { return shell(program() + " " + arguments); }
 };
 
 TEST_F(DistillRun, LearnsFromAFolderAndGoesOnToTheBit) {
@@ -182,11 +180,6 @@ TEST_F(DistillRun, LearnsFromAFolderAndGoesOnToTheBit) {
     // Ranks say what one process says.
     Ran ranks = start(flags + "--local-ranks 2 --zero 2 --steps 6");
     ASSERT_EQ(ranks.status, 0) << ranks.text;
-    auto number_behind = [](const std::string& t, const std::string& words) {
-        size_t at = t.find(words);
-        EXPECT_NE(at, std::string::npos) << t;
-        return at == std::string::npos ? 0 : atof(t.c_str() + at + words.size());
-    };
     Ran alone = start(flags + "--steps 6");
     EXPECT_NEAR(number_behind(ranks.text, "val loss "), number_behind(alone.text, "val loss "),
                 2e-4); // two printed units: the sums of gradients round apart

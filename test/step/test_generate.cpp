@@ -3,7 +3,7 @@
 #include <mutex>
 #include "../../llmc/tune/prompt_tuning.h"
 #include "../../llmc/run/sample.h"
-#include "../harness/testing.h"
+#include "../harness/runs.h"
 #include "small_models.h"
 #include <regex>
 #include <span>
@@ -838,8 +838,7 @@ struct Prompts : Scratch {
     std::string sampler; // a command that writes with a small model
     void SetUp() override {
         Scratch::SetUp();
-        std::string text;
-        for (int i = 0; i < 300; i++) text += "line " + std::to_string(i * 7919 % 1000) + "\n";
+        std::string text = numbered_lines(300, "");
         small = " --layers 1 --heads 2 --channels 32 --seq 32 --steps 0 --sample-tokens 6 --data " +
                 put("text.txt", text) + " ";
         sampler = sampler_with("start", 1024);

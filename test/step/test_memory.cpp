@@ -51,6 +51,22 @@ static size_t status_bytes(const char* key) {
     return 0;
 }
 
+// Allocate a placed trainer, draw its weights, and give it windows of numbers that repeat.
+static void begin(Trainer<bf16, Cpu>& t) {
+    trainer_allocate(t);
+    init_constants(t);
+    init_weights(t, 1);
+    t.hyper = {1e-4f, 0.9f, 0.95f, 1e-8f, 0.1f, 1.0f};
+    t.data.window = [V = t.model.shape.V, T = t.plans[0].T](uint64_t sample, int* tokens,
+                                                            int* targets) {
+        for (size_t i = 0; i < T; i++) {
+            tokens[i] = int((sample * 31 + i * 7) % V);
+            targets[i] = int((sample * 31 + (i + 1) * 7) % V);
+        }
+        return std::string();
+    };
+}
+
 // GPT-2 124M: the process grows by the arena's size, and all of the arena is used.
 TEST(Memory, TheRunUsesWhatThePlanSays) {
     // Make the trainer.
@@ -60,16 +76,7 @@ TEST(Memory, TheRunUsesWhatThePlanSays) {
     Trainer<bf16, Cpu> t;
     trainer_place(t, s, {p});
     size_t before = status_bytes("VmRSS:");
-    trainer_allocate(t);
-    init_constants(t);
-    init_weights(t, 1);
-    t.hyper = {1e-4f, 0.9f, 0.95f, 1e-8f, 0.1f, 1.0f};
-    t.data.window = [&](uint64_t sample, int* tokens, int* targets) {
-        for (size_t i = 0; i < 1024; i++)
-            tokens[i] = int((sample * 31 + i * 7) % s.V),
-            targets[i] = int((sample * 31 + (i + 1) * 7) % s.V);
-        return std::string();
-    };
+    begin(t);
 
     // First fit stays within 5% of the least that any placement needs.
     EXPECT_LE(double(t.arena.device().bytes - t.arena.device().persistent_bytes),
@@ -126,16 +133,7 @@ static Use run_rank(const Comm& world, const Shape& s, Layout layout) {
     Trainer<bf16, Cpu> t;
     trainer_place(t, s, {p}, layout_at(layout, world.rank));
     t.comms = make_comms(world, t.layout);
-    trainer_allocate(t);
-    init_constants(t);
-    init_weights(t, 1);
-    t.hyper = {1e-4f, 0.9f, 0.95f, 1e-8f, 0.1f, 1.0f};
-    t.data.window = [&](uint64_t sample, int* tokens, int* targets) {
-        for (size_t i = 0; i < 256; i++)
-            tokens[i] = int((sample * 31 + i * 7) % s.V),
-            targets[i] = int((sample * 31 + (i + 1) * 7) % s.V);
-        return std::string();
-    };
+    begin(t);
 
     // Forget the first step's allocations on all ranks, then measure the second's.
     run_plan(t, 0);

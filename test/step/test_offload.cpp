@@ -7,7 +7,7 @@
 #include <random>
 #include "../../llmc/io/explain.h"
 #include "../../llmc/optimizer.h"
-#include "../harness/testing.h"
+#include "../harness/runs.h"
 #include "small_models.h"
 
 namespace {
@@ -804,9 +804,7 @@ struct OffloadRun : Scratch {
     std::string flags, folder;
     void SetUp() override {
         Scratch::SetUp();
-        std::string text;
-        for (int i = 0; i < 3000; i++)
-            text += "line " + std::to_string(i * 7919 % 1000) + " of a text\n";
+        std::string text = numbered_lines(3000, " of a text");
         folder = path("disk");
         fs::create_directories(folder);
         flags = " --layers 2 --heads 2 --channels 32 --seq 32 --micro-batch 4 --precision bf16 "
@@ -884,8 +882,7 @@ TEST_F(OffloadRun, LeavesTheMemoryToOthers) {
     std::string large = flags + "--layers 8 --channels 512 --heads 8 --micro-batch 1 --steps 2 ";
     auto planned = [&](const std::string& more) {
         std::string text = shell(program() + large + more + " --explain").text;
-        size_t at = text.find("\n  total ");
-        return at == std::string::npos ? 0 : strtoull(text.c_str() + at + 9, nullptr, 10);
+        return size_t(number_behind(text, "\n  total "));
     };
     size_t here = planned(""), there = planned(to_disk());
     ASSERT_GT(here, there + (size_t(150) << 20)) << "12 bytes of 18 leave";

@@ -24,10 +24,7 @@ static Model small_model(size_t L, bool tied = true, bool llama = false) {
 }
 
 static Plan options(int micro_batches, RecomputeLevels levels = {}, bool split = false) {
-    Plan p;
-    p.B = 2, p.T = 16, p.micro_batches = micro_batches, p.recompute = levels,
-    p.split_backward = split;
-    return p;
+    return small_plan(2, 16, micro_batches, levels, split);
 }
 
 static size_t bytes_of(const Plan& p, const Model& m, Data d) {

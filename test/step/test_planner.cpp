@@ -30,6 +30,25 @@ PlanQuestion small_question(int gpus, double room_mb, int cards = 4) {
     return q;
 }
 
+// A model on as many cards of a machine, with a step of so many tokens.
+PlanQuestion question_of(const Shape& shape, const char* machine, int gpus, int64_t seq,
+                         int64_t batch_tokens) {
+    PlanQuestion q;
+    q.run = facts_with_teachers();
+    EXPECT_EQ(machine_named(&q.machine, machine), "");
+    q.shape = shape, q.gpus = gpus, q.room = 0.95 * q.machine.memory_gb * GIB;
+    q.config.precision = "bf16", q.config.machine = machine;
+    q.config.seq = seq, q.config.batch_tokens = batch_tokens;
+    q.config.explain = true, q.config.sample_tokens = 0;
+    return q;
+}
+
+// Sizes are those of a GPU while this lives.
+struct GpuSizes {
+    GpuSizes() { sizes_of_gpu = true; }
+    ~GpuSizes() { sizes_of_gpu = false; }
+};
+
 // A configuration's time by the simulator, or why it is refused.
 Trial simulated(const PlanQuestion& q, const Config& c) {
     Trial t = {c};
@@ -329,15 +348,9 @@ TEST(Planner, WeightsStayNearWhereNodesAreFarApart) {
 // a gather of one node's shards leaves long rings to publish them. A group takes no more nodes than
 // there are groups.
 TEST(Planner, WeightsStayNearInSeveralNodesAmongMany) {
-    PlanQuestion q;
-    q.run = facts_with_teachers();
-    EXPECT_EQ(machine_named(&q.machine, "h100"), "");
-    q.machine.nic_gb = 12;
-    q.shape = llama31_shape(32, 32, 4096, 14336);
-    q.gpus = 1024, q.room = 40 * GIB;
-    q.config.precision = "bf16", q.config.machine = "h100";
-    q.config.seq = 8192, q.config.batch_tokens = 1 << 23;
-    q.config.explain = true, q.config.sample_tokens = 0;
+    Shape llama = llama31_shape(32, 32, 4096, 14336);
+    PlanQuestion q = question_of(llama, "h100", 1024, 8192, 1 << 23);
+    q.machine.nic_gb = 12, q.room = 40 * GIB;
     Answer a = answer_question<bf16>(q, Cpu{});
     ASSERT_FALSE(a.best.empty());
     Config best = a.best[0].config;
@@ -387,7 +400,7 @@ TEST(Planner, TheMethodOfContextParallelismDependsOnTheMicroBatch) {
 // Recomputation costs time where all fits, so no level of it is tried, unless activations leave:
 // what is computed again need not move.
 TEST(Planner, RecomputationIsTriedBesideActivationsThatLeave) {
-    sizes_of_gpu = true;
+    GpuSizes here;
     PlanQuestion q = small_question(2, 1e6);
     for (const char* offload : {"none", "activations"}) {
         EXPECT_EQ(set_flag(q.config, "offload", offload), "");
@@ -397,7 +410,6 @@ TEST(Planner, RecomputationIsTriedBesideActivationsThatLeave) {
             levels.insert(x.recompute);
         EXPECT_EQ(levels.size(), moves ? size_t(RECOMPUTE_LEVELS) : 1u) << offload;
     }
-    sizes_of_gpu = false;
 }
 
 // Experts that tensor-parallel ranks leave whole are tried beside experts that they cut, and chosen
@@ -569,18 +581,12 @@ TEST(Planner, TheTableOfDifferencesAddsUp) {
 // A layout without any technique ties with the fastest, and wins, though more than six variants of
 // others are a little faster.
 TEST(Planner, TheSimplestOfManyTiesWins) {
-    sizes_of_gpu = true;
-    PlanQuestion q;
-    q.run = facts_with_teachers();
-    EXPECT_EQ(machine_named(&q.machine, "h200"), "");
-    q.shape = gpt2_shape(48, 25, 1600, 50257, 1024);
-    q.gpus = 16, q.room = 0.95 * q.machine.memory_gb * GIB;
-    q.config.precision = "bf16", q.config.machine = "h200", q.config.explain = true;
-    q.config.seq = 1024, q.config.batch_tokens = 1 << 20, q.config.sample_tokens = 0;
+    GpuSizes here;
+    Shape xl = gpt2_shape(48, 25, 1600, 50257, 1024);
+    PlanQuestion q = question_of(xl, "h200", 16, 1024, 1 << 20);
     Answer a = answer_question<bf16>(q, Cpu{});
     ASSERT_EQ(a.best.size(), SHOWN);
     EXPECT_EQ(techniques(a.best[a.chosen].config), 0);
-    sizes_of_gpu = false;
 }
 
 // The bounds of time and bytes are near the simulator's and the arena's, over layouts of all kinds:
@@ -644,7 +650,7 @@ TEST(Planner, BoundsAreNearTheSimulatorAndTheArena) {
     }
 
     // Ask for data that leave the card, with a GPU's sizes.
-    sizes_of_gpu = true;
+    GpuSizes here;
     for (const char* rows : {"optimizer", "weights", "activations", "optimizer,gradients",
                              "optimizer,gradients,weights,activations"}) {
         PlanQuestion away = small_question(8, 1e6);
@@ -655,7 +661,6 @@ TEST(Planner, BoundsAreNearTheSimulatorAndTheArena) {
         double least = has(rows, "activations") ? 0.75 : 0.94;
         expect_below(rows, away, 0.5, all ? 1.3 : 1, 8, least);
     }
-    sizes_of_gpu = false;
 }
 
 // ----------------------------------------------------------------------------
@@ -895,16 +900,10 @@ TEST(Planner, RanksAreAlikeByTheKindsOfTheirLayers) {
 // A question about a thousand cards takes seconds, which are printed: of its layouts the lower
 // bound (lower_bound.h) leaves one in a thousand at most to the simulator.
 TEST(Planner, AnswersForAThousandCardsInSeconds) {
-    sizes_of_gpu = true;
-    PlanQuestion q;
-    q.run = facts_with_teachers();
-    EXPECT_EQ(machine_named(&q.machine, "h100"), "");
-    q.shape = llama31_shape(126, 128, 16384, 53248);
-    q.gpus = 1024, q.room = 0.95 * q.machine.memory_gb * GIB;
+    GpuSizes here;
+    Shape llama = llama31_shape(126, 128, 16384, 53248);
+    PlanQuestion q = question_of(llama, "h100", 1024, 8192, 1 << 24);
     q.host_room = q.machine.host_ram_gb * GIB;
-    q.config.precision = "bf16", q.config.machine = "h100";
-    q.config.seq = 8192, q.config.batch_tokens = 1 << 24;
-    q.config.explain = true, q.config.sample_tokens = 0;
     std::clock_t begun = std::clock();
     Answer a = answer_question<bf16>(q, Cpu{});
     double seconds = double(std::clock() - begun) / CLOCKS_PER_SEC;
@@ -917,7 +916,6 @@ TEST(Planner, AnswersForAThousandCardsInSeconds) {
     EXPECT_TRUE(offloads(a.best[0].config, "activations"));
     EXPECT_EQ(set_flag(q.config, "offload", "none"), "");
     Answer none = answer_question<bf16>(q, Cpu{});
-    sizes_of_gpu = false;
     ASSERT_FALSE(none.best.empty());
     EXPECT_GT(none.best[0].seconds / a.best[0].seconds, 1.1);
 }
@@ -1117,16 +1115,10 @@ static double fastest_unsharded(PlanQuestion q) {
 
 // Layouts that others chose after much measuring are near the one that the planner chooses.
 TEST(Planner, PublishedChoicesAreNearItsOwn) {
-    sizes_of_gpu = true;
+    GpuSizes here;
     for (const PublishedChoice& c : published_choices()) {
         // Ask with 95% of a card.
-        PlanQuestion q;
-    q.run = facts_with_teachers();
-        EXPECT_EQ(machine_named(&q.machine, c.machine), "");
-        q.shape = c.shape, q.gpus = c.gpus, q.room = 0.95 * q.machine.memory_gb * GIB;
-        q.config.precision = "bf16", q.config.machine = c.machine;
-        q.config.seq = c.seq, q.config.batch_tokens = c.batch_tokens;
-        q.config.explain = true, q.config.sample_tokens = 0;
+        PlanQuestion q = question_of(c.shape, c.machine, c.gpus, c.seq, c.batch_tokens);
         EXPECT_EQ(set_flag(q.config, "masters", "float"), ""); // as in those programs
         EXPECT_EQ(set_flag(q.config, "offload", "none"), "");
         for (auto& [flag, value] : c.flags)
@@ -1150,7 +1142,6 @@ TEST(Planner, PublishedChoicesAreNearItsOwn) {
         printf("  without ZeRO the fastest takes %.2f s\n", unsharded);
         EXPECT_LT(theirs.seconds / unsharded - 1, c.unsharded) << c.source;
     }
-    sizes_of_gpu = false;
 }
 
 // The command that is printed keeps the user's own flags and the batch, and config_check()
@@ -1244,10 +1235,7 @@ TEST(Planner, MastersShrinkWhereRoomIsShort) {
 TEST(Planner, DataLeaveWhereRoomIsShort) {
     // Place the leanest layout of one rank with some sets, bit by bit: optimizer, gradients,
     // weights and activations.
-    struct GpuSizes {
-        GpuSizes() { sizes_of_gpu = true; }
-        ~GpuSizes() { sizes_of_gpu = false; }
-    } here;
+    GpuSizes here;
     PlanQuestion q = small_question(1, 1e6);
     q.shape = gpt2_shape(6, 4, 1024, 5000, 256);
     auto placed = [&](unsigned offload) {
@@ -1319,7 +1307,7 @@ TEST(Planner, AHostHasTheRoomThatAMachineSays) {
 
 // A frozen base takes most of the card, and its weights leave: there is little else.
 TEST(Planner, FrozenWeightsLeave) {
-    sizes_of_gpu = true;
+    GpuSizes here;
     PlanQuestion q = small_question(1, 1e6);
     q.shape = with_lora(gpt2_shape(12, 16, 2048, 5000, 256), 8);
     q.config.batch_tokens = 256;
@@ -1329,7 +1317,6 @@ TEST(Planner, FrozenWeightsLeave) {
     place_trial<bf16>(q, away, 0, false, Cpu{});
     q.room = 1.02 * away.bytes;
     Answer a = answer_question<bf16>(q, Cpu{});
-    sizes_of_gpu = false;
     ASSERT_FALSE(a.best.empty());
     for (const Trial& t : a.best)
         EXPECT_TRUE(offloads(t.config, "weights")) << layout_flags_text(t.config);

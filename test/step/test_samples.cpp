@@ -2,23 +2,20 @@
 //   Runs $TRAIN_GPT (default build/train_gpt) where the program's output matters.
 #include <regex>
 #include "../../llmc/run/sample.h"
-#include "../harness/testing.h"
+#include "../harness/runs.h"
 
 using namespace llmc;
 
 static Ran run_program(const std::string& arguments, const std::string& input = "") {
-    std::string before = input.empty() ? "" : "printf '" + input + "' | ";
-    return shell(before + program() + " " + arguments);
+    return start(arguments, input.empty() ? "" : "printf '" + input + "' |");
 }
 
 struct Samples : Scratch {
     std::string small; // flags of a run of a second
     void SetUp() override {
         Scratch::SetUp();
-        std::string text;
-        for (int i = 0; i < 3000; i++) text += "line " + std::to_string(i * 7919 % 1000) + "\n";
         small = "--layers 1 --heads 2 --channels 32 --seq 32 --micro-batch 4 --eval-tokens 256 "
-                "--data " + put("text.txt", text) + " ";
+                "--data " + put("text.txt", numbered_lines(3000, "")) + " ";
     }
 };
 

@@ -16,11 +16,16 @@ Machine machine_of(const std::string& name) {
     return m;
 }
 
+CostModel costs_of(const std::string& machine) {
+    CostModel c;
+    c.machine = machine_of(machine);
+    return c;
+}
+
 // The cost model of Megatron's trainers of 2021 and 2022 on A100: launches by PyTorch, and
 // attention that writes its scores to memory.
 CostModel megatron_of_2021(double nic_gb) {
-    CostModel c;
-    c.machine = machine_of("a100-80");
+    CostModel c = costs_of("a100-80");
     c.machine.nic_gb = nic_gb;
     c.machine.launch_us = 40;
     c.tiled_attention = false;
@@ -146,8 +151,7 @@ double best_seconds(const CostModel& c, Shape shape, const TableRow& row, PlanOp
 
 // The host's updates take as long in many chunks as in one.
 TEST(Simulator, UpdatesOnTheHostTakeAsLongInManyChunks) {
-    CostModel c;
-    c.machine = machine_of("h100");
+    CostModel c = costs_of("h100");
     c.machine.host_memory_gb = 2000;
     Shape shape = gpt2_shape(12, 12, 768, 50304, 1024);
     Model model = make_model(shape);
@@ -200,8 +204,7 @@ TEST(Simulator, AnUpdatesBytesByHand) {
     int block = buckets_of(model, 1)[0];
     for (const Row& row : rows)
         for (bool ema : {false, true}) {
-            CostModel c;
-            c.machine = machine_of("h100");
+            CostModel c = costs_of("h100");
             c.element = row.element;
             Plan p;
             p.optimizer = row.optimizer, p.masters = row.masters, p.states = row.states;
@@ -295,8 +298,7 @@ TEST(Simulator, ProductsOfEightBitsByHand) {
     Plan p;
     p.B = 8, p.T = 1024, p.micro_batches = 4;
     auto expect = [&](const char* name, Fp8 fp8, double tera, double bytes, bool kept, int zero) {
-        CostModel c;
-        c.machine = machine_of(name);
+        CostModel c = costs_of(name);
         c.machine.sms = 1;
         p.layout.dp.size = 8;
         p.layout.zero = zero;
@@ -334,8 +336,7 @@ TEST(Simulator, ProductsOfEightBitsByHand) {
 // ZeRO-3 gathers a byte for an element of a block's matrices where products read codes, with a
 // scale of their own: half the time. Delayed scales want wide weights.
 TEST(Simulator, CodesAreGatheredInHalfTheTime) {
-    CostModel c;
-    c.machine = machine_of("h100");
+    CostModel c = costs_of("h100");
     auto seconds = [&](Fp8 fp8) {
         Plan p;
         p.layout.dp.size = 8;
@@ -357,8 +358,7 @@ TEST(Simulator, CodesAreGatheredInHalfTheTime) {
 // the student's are read by maxima beside. An evaluation makes the loss alone. The halves of a
 // table that two ranks cut take half the time.
 TEST(Simulator, TheHeadsWalksByHand) {
-    CostModel c;
-    c.machine = machine_of("h100");
+    CostModel c = costs_of("h100");
     c.machine.sms = 1;
     c.teacher_C = 4096;
     double N = 8192, C = 2048, V = 50176; // no padding
@@ -397,8 +397,7 @@ TEST(Simulator, TheHeadsWalksByHand) {
 // The head makes the logits of these rows. A prompt is read by a forward pass, whose head makes the
 // logits of the last row alone.
 TEST(Simulator, ARunThatSamplesByHand) {
-    CostModel c;
-    c.machine = machine_of("h100");
+    CostModel c = costs_of("h100");
     c.machine.sms = 1;
     double C = 2048, V = 50176, B = 8, keys = 300;
     Model model = make_model(gpt2_shape(2, 16, size_t(C), size_t(V), 1024));
@@ -427,8 +426,7 @@ TEST(Simulator, ARunThatSamplesByHand) {
 // Sending gradients takes time by their bytes: 4, 2 or 129/128 an element, once with shards
 // and twice without; codes come back as floats where there are no shards.
 TEST(Simulator, NarrowGradientsTakeLessTime) {
-    CostModel c;
-    c.machine = machine_of("h100");
+    CostModel c = costs_of("h100");
     Layout layout;
     layout.dp.size = 8;
     auto seconds = [&](Gradients format, int zero) {
@@ -460,8 +458,7 @@ TEST(Simulator, NarrowGradientsTakeLessTime) {
 // parts. In a group of four, P elements are shards of P / 4, and of each both replicas have updated
 // half: one ring step with P / 8 of them, over a node's links or, in two nodes, the NIC of each.
 TEST(Simulator, WeightsThatAreNearArePublishedToReplicas) {
-    CostModel c;
-    c.machine = machine_of("h100");
+    CostModel c = costs_of("h100");
     c.element = 2;
     Plan p;
     p.layout.dp.size = 8, p.layout.zero = 3;
@@ -694,8 +691,7 @@ static Pair h100_pair(const CostModel& c, const TableRow& row) {
 // messages of tensor parallelism behind products, which neither this program nor the model does:
 // with tp 8 the predictions are too slow.
 TEST(Published, MegatronsWeakScalingOnH100) {
-    CostModel c;
-    c.machine = machine_of("h100");
+    CostModel c = costs_of("h100");
     c.machine.launch_us = 40;
     std::vector<Pair> pairs;
     for (const TableRow& row : megatron_h100)
@@ -707,8 +703,7 @@ TEST(Published, MegatronsWeakScalingOnH100) {
 // Two habits of that program, the share of products and the share of tp's messages that shows,
 // fitted to three of its rows: one without tensor parallelism and two with tp 8.
 static CostModel fitted_to_megatron() {
-    CostModel c;
-    c.machine = machine_of("h100");
+    CostModel c = costs_of("h100");
     c.machine.launch_us = 40;
     CostModel best = c;
     double least = INFINITY;
@@ -745,8 +740,7 @@ TEST(Published, MegatronsHabitsOnH100ExplainTheOtherRows) {
 TEST(Published, LlmcOnANode) {
     std::vector<Pair> pairs;
     for (const LlmcRow& row : llmc_rows) {
-        CostModel c;
-        c.machine = machine_of(row.machine);
+        CostModel c = costs_of(row.machine);
         c.machine.launch_us = 5;
         Layout layout;
         layout.dp.size = 8;
@@ -795,8 +789,7 @@ static Pair nanotron_pair(const CostModel& c, const NanotronRow& row) {
 // Larger clusters take steps of a second and less there, which wait for the host, and its 80B on
 // four nodes for an allocator without room: these rows are printed.
 TEST(Published, NanotronOnH100) {
-    CostModel c;
-    c.machine = machine_of("h100");
+    CostModel c = costs_of("h100");
     c.machine.launch_us = 40;
     c.accumulated = 10;
 
@@ -842,8 +835,7 @@ static Pair titan_pair(const CostModel& c, const TitanRow& row, Fp8 fp8 = Fp8::N
 // With the products' share fitted to the first row, on cards of 500 W, the other three agree, and
 // so does what 8 bits gain.
 TEST(Published, TorchtitanOnH100) {
-    CostModel c;
-    c.machine = machine_of("h100");
+    CostModel c = costs_of("h100");
     c.machine.memory_tb = 2.4;
     double low = 0.3, high = 0.9;
     for (int i = 0; i < 12; i++) {
@@ -902,8 +894,7 @@ TEST(Published, RingsOverManyNodes) {
 // The paper does not say how many chunks a rank has: take one block each. Its kernels take float
 // gradients of shared keys.
 TEST(Published, Llama3Of405BOnH100) {
-    CostModel c;
-    c.machine = machine_of("h100");
+    CostModel c = costs_of("h100");
     c.plain_attention = false;
     std::vector<Pair> pairs;
     std::vector<double> rates; // TFLOP/s a card
@@ -942,8 +933,7 @@ TEST(Published, Llama3Of405BOnH100) {
 // An imaginary machine whose cards differ, and whose links are so slow that messages matter as
 // much as computing.
 static CostModel slow_links() {
-    CostModel c;
-    c.machine = machine_of("h100");
+    CostModel c = costs_of("h100");
     c.machine.link_gb = 20, c.machine.nic_gb = 3, c.machine.cards = 4;
     c.machine.jitter = 0.01;
     return c;
@@ -1203,8 +1193,7 @@ TEST(Simulator, LongAccumulationsAreCountedToTheLastDigits) {
 // With products of 8 bits each micro-batch has its share of the one cast of the weights, in the
 // step that is simulated whole and in its two ends.
 TEST(Simulator, LongAccumulationsShareTheCastsOfWeights) {
-    CostModel c;
-    c.machine = machine_of("h100");
+    CostModel c = costs_of("h100");
     Shape shape = gpt2_shape(4, 8, 1024, 1000, 256);
     shape.fp8.kind = Fp8::BLOCK;
     Layout layout;
@@ -1292,8 +1281,7 @@ TEST(Simulator, TheNodeWithTheFewestCounts) {
 // A product of 16 rows waits for its matrix from memory, and one with eight matrices for all of
 // them, or for as many as there are rows.
 TEST(Simulator, AStackOfMatricesIsReadWhole) {
-    CostModel c;
-    c.machine = machine_of("h100");
+    CostModel c = costs_of("h100");
     double C = 4096, e = 2 / c.machine.memory_rate();
     double rows = 16 * 2 * C;
     EXPECT_NEAR(product_seconds(c, 16, C, C), e * (rows + C * C), 1e-12);
@@ -1309,8 +1297,7 @@ TEST(Simulator, AStackOfMatricesIsReadWhole) {
 // Over tensor-parallel ranks R sends both sums of the branches, and the gathers before them; the
 // last sum only where something reads its product again.
 TEST(Simulator, RecomputationSendsWhatItsProductsNeed) {
-    CostModel c;
-    c.machine = machine_of("h100");
+    CostModel c = costs_of("h100");
     Shape gemma = llama_shape(2, 16, 4, 2048, 8192, 512, 4096, 1e4), llama = gemma;
     set_variant(gemma, "gemma2");
     for (bool cut : {false, true})
@@ -1434,8 +1421,7 @@ TEST(Simulator, NamesWhereRanksWaitForever) {
 // no message that it hides.
 TEST(Simulator, ARingHidesMessagesAndTakesKeysInPieces) {
     SmallRun run({1, 4, 1, 1, 0, 0, 1, Pipeline::ONE_F_ONE_B}, 1);
-    CostModel c;
-    c.machine = machine_of("h100");
+    CostModel c = costs_of("h100");
     Plan p;
     p.B = 2, p.T = 65536;
     p.layout = run.layout;
@@ -1472,8 +1458,7 @@ TEST(Simulator, ARingHidesMessagesAndTakesKeysInPieces) {
 
 // MUON is its iterations' products: 4 m^2 n + 2 m^3 operations for a matrix of m x n.
 TEST(Simulator, MuonCostsItsIterations) {
-    CostModel c;
-    c.machine = machine_of("h100");
+    CostModel c = costs_of("h100");
     Plan p;
     for (int iterations : {4, 12}) {
         p.layout.muon = iterations;
@@ -1488,8 +1473,7 @@ TEST(Simulator, MuonCostsItsIterations) {
 // Floats, and soft caps with ALiBi, run on plain kernels, at 5.4 TFLOP/s of an H100, and twice as
 // long backward. Gemma 2's caps and gradients of shared keys have flash kernels.
 TEST(Simulator, PlainKernelsOfAttentionHaveTheirOwnRate) {
-    CostModel c;
-    c.machine = machine_of("h100");
+    CostModel c = costs_of("h100");
     Plan p;
     p.B = 1, p.T = 8192;
     Shape flash = gemma2_2b(), capped = flash;
@@ -1573,8 +1557,7 @@ TEST(Simulator, EachSequenceHasItsMessages) {
 // Tokens travel to experts on other ranks while the shared expert computes. Forward its first two
 // products hide a message; backward one product hides a message of I, and three hide one of W.
 TEST(Simulator, ASharedExpertHidesMessages) {
-    CostModel c;
-    c.machine = machine_of("h100");
+    CostModel c = costs_of("h100");
     Plan p;
     p.B = 1, p.T = 4096;
     p.layout.ep = 4, p.layout.dp.size = 4, p.layout.tp.size = 2, p.layout.sequence_parallel = true;
@@ -1603,8 +1586,7 @@ TEST(Simulator, ASharedExpertHidesMessages) {
 // experts for all rows. Without a shared expert the second branch sends no rows over tp, and ep
 // ranks send those of their tp rank.
 TEST(Simulator, WholeExpertsSendTheirOwnRows) {
-    CostModel c;
-    c.machine = machine_of("h100");
+    CostModel c = costs_of("h100");
     c.machine.latency_us = 0;
     Plan cut;
     cut.B = 1, cut.T = 65536;
