@@ -99,7 +99,8 @@ inline void look_at_data(Run& run) {
 // The folder whose chat template counts: that of the adapters, if it has one, else the model's.
 inline std::string chat_folder(const Config& c) {
     Json text;
-    if (!c.adapter.empty() && read_chat_template(c.adapter, &text).empty() && text.is_string())
+    if (!c.adapter.empty() && read_chat_template(c.adapter, &text).empty() &&
+        text.is_string())
         return c.adapter;
     return file_type(c.model) == S_IFDIR ? c.model : "";
 }
