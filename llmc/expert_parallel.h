@@ -116,12 +116,14 @@ TravelCounts read_counts(Ctx<S>& ctx, const TravelLists& lists) {
 template <typename T, typename S>
 void pack_rows(Ctx<S>& ctx, T* packed, const T* rows, const int* tokens, const int* count, // (n,C)
                int n) {
-    if (n) gather_slots(packed, rows, tokens, count, size_t(n), 1, ctx.shape.C, ctx.where);
+    if (n)
+        gather_slots(packed, rows, tokens, count, size_t(n), 1, ctx.shape.C, ctx.where);
 }
 template <typename T, typename S>
 void place_rows(Ctx<S>& ctx, T* rows, const T* packed, const int* tokens, const int* count, // (N,C)
                 int n) {
-    if (n) scatter_slots(rows, packed, tokens, count, size_t(n), 1, ctx.shape.C, ctx.where);
+    if (n)
+        scatter_slots(rows, packed, tokens, count, size_t(n), 1, ctx.shape.C, ctx.where);
 }
 
 // The two halves of the exchange's scratch.

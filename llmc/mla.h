@@ -404,7 +404,8 @@ LatentRooms<T> latent_rooms(const Ctx<S>& ctx) {
 
 // wide (N,NH,HS) = narrow (N,NH,HS_v), padded with zeros.
 template <typename T, typename S>
-void pad_heads(Ctx<S>& ctx, T* wide, const T* narrow) {
+void pad_heads(Ctx<S>& ctx,
+               T* wide, const T* narrow) {
     const Shape& s = ctx.shape;
     // Zero everything first, then copy each head's values.
     size_t heads = ctx.batch.rows() * s.NH;
@@ -481,7 +482,8 @@ void norm_latents_backward(Ctx<S>& ctx,
 
 // The product that reads the stream for queries: q_a, or q itself without a latent.
 template <typename T>
-ColumnProduct<T> first_of_q(const Shape& s, const Deepseek::Block& w, T* q_down, T* q) {
+ColumnProduct<T> first_of_q(const Shape& s,
+                            const Deepseek::Block& w, T* q_down, T* q) {
     // Ask the shape, not the weights: under ZeRO the W half has none.
     if (s.latent.q) return {q_down, w.q_a};
     return {q, w.q};
@@ -540,7 +542,8 @@ void latent_attention(Ctx<S>& ctx,
 
 // Go back through attention, to dq, dkv and the rotary part of dkv_down.
 template <typename T, typename S>
-void latent_attention_backward(Ctx<S>& ctx, const Deepseek::Acts<T>& a) {
+void latent_attention_backward(Ctx<S>& ctx,
+                               const Deepseek::Acts<T>& a) {
     // Heads in rooms are as wide as q.
     const Shape& s = ctx.shape;
     size_t Q = s.NH * s.HS;
@@ -565,7 +568,8 @@ void latent_attention_backward(Ctx<S>& ctx, const Deepseek::Acts<T>& a) {
 template <typename T, typename S>
 void first_branch_backward_input(Ctx<S>& ctx,
                                  T* dinp, const T* inp, // (R,C) (R,C)
-                                 const Deepseek::Block& w, const Deepseek::Acts<T>& a) {
+                                 const Deepseek::Block& w,
+                                 const Deepseek::Acts<T>& a) {
     // Start with attention, from the stream's own gradient.
     const Shape& s = ctx.shape;
     size_t N = ctx.batch.rows();

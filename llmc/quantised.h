@@ -190,7 +190,8 @@ void bind_gathered(Trainer<T, S>& t, int bucket) {
     auto* base = address<unsigned char>(t, {Kind::GATHERED, bucket});
     const Bucket& b = t.model.buckets[bucket];
     for (int i = b.first; i < b.first + b.count; i++) {
-        t.stored.narrow[i] = bind_narrow<T>(stored, t.model, t.layout, t.model.parameters[i], base);
+        t.stored.narrow[i] = bind_narrow<T>(stored, t.model, t.layout,
+                                              t.model.parameters[i], base);
     }
 }
 

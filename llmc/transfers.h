@@ -485,7 +485,9 @@ Comm split_experts(const Comm& world, const char* name, const Layout& me, F f) {
     });
 
     // Neighbours share out the experts.
-    auto place = [&](int rank) { return routing_axis(layout_at(me, rank)).rank; };
+    auto place = [&](int rank) {
+        return routing_axis(layout_at(me, rank)).rank;
+    };
     std::ranges::sort(ranks, {}, place);
     return comm_split(world, name, ranks);
 }
@@ -508,7 +510,9 @@ inline Comms make_comms(const Comm& world, const Layout& me, int kv_ranks = 1) {
     Comms c;
     c.world = world;
     c.samples = split("dp", stage);
-    c.model = split("model", [&](const Layout& o) { return same(&Layout::dp, o); });
+    c.model = split("model", [&](const Layout& o) {
+        return same(&Layout::dp, o);
+    });
     Axis replica = replica_axis(me, Group::DATA), shard = shard_axis(me, Group::DATA);
     c.data(Group::DATA).shard = split("shard", [&](const Layout& o) {
         return stage(o) && replica_axis(o, Group::DATA).rank == replica.rank;

@@ -221,7 +221,6 @@ template <typename F> std::string numbers_that(F works, size_t most, const char*
 // ----------------------------------------------------------------------------
 // the shape
 
-
 // Refuse a shape that no block computes.
 inline std::string check_shape(const Shape& s) {
     if (s.NH % s.NKV)

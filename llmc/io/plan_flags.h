@@ -586,7 +586,6 @@ inline PlanOptions rollout_options(const Config& c, const PlanOptions& train) {
     return generate;
 }
 
-
 // The axes of the layout in words, and below the whole layout, for the title of a timeline.
 inline std::string axes_text(const Config& c) {
     return concat("dp ", c.dp, " x tp ", c.tp,

@@ -56,7 +56,6 @@ struct Measured {
 // Standard deviations of logs: of a measurement around the model, and of a share around its prior.
 constexpr double ROW_SIGMA = 0.15, PRIOR_SIGMA = 0.5;
 
-
 // The share that fits measurements best.
 inline double fit_share(double prior, const std::vector<Measured>& rows) {
     // Without rows the prior stays.

@@ -86,7 +86,6 @@ inline const std::vector<const char*>& layout_flags() {
     return names;
 }
 
-
 // A layout's flags, as a shell takes them. Defaults are left out, and so is what the user has said
 // of masters and offload.
 inline std::string layout_flags_text(const Config& c) {

@@ -645,7 +645,6 @@ inline double expected_maximum(int n) {
     return std::lerp(known[below], known[below + 1], power - double(below));
 }
 
-
 // Return the parts of an action that runs a layer, on an average rank. B is I and W: each of them
 // has half of the products, and I has all the rest.
 inline Times even_seconds(const CostModel& c, const Plan& p, const Model& model, const Action& a) {

@@ -462,7 +462,9 @@ struct Answer {
 // fewest techniques, then the least memory. Returns its index.
 inline size_t choose_trial(const std::vector<Trial>& best) {
     size_t chosen = 0;
-    auto rank = [](const Trial& t) { return std::pair(techniques(t.config), t.bytes); };
+    auto rank = [](const Trial& t) {
+        return std::pair(techniques(t.config), t.bytes);
+    };
     for (size_t i = 1; i < best.size(); i++) {
         if (best[i].seconds > TIE * best[0].seconds) break;
         if (rank(best[i]) < rank(best[chosen]))

@@ -137,7 +137,6 @@ inline void profile_add(Profile& p, const std::vector<TimedAction>& actions, dou
     }
 }
 
-
 // The whole table. `title` names the run.
 inline std::string profile_text(Profile p, const std::string& title) {
     // Add the time between actions as the last row.

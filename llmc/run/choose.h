@@ -35,7 +35,6 @@ namespace llmc {
 // ----------------------------------------------------------------------------
 // shape, tokenizer, prompt, data
 
-
 // Open the tokenizer that the flags name. Without --tokenizer it is the model folder's own if it
 // has one, else bytes.
 inline void open_tokenizer(Run& run) {
@@ -100,7 +99,8 @@ inline void look_at_data(Run& run) {
 // The folder whose chat template counts: that of the adapters, if it has one, else the model's.
 inline std::string chat_folder(const Config& c) {
     Json text;
-    if (!c.adapter.empty() && read_chat_template(c.adapter, &text).empty() && text.is_string())
+    if (!c.adapter.empty() && read_chat_template(c.adapter, &text).empty() &&
+        text.is_string())
         return c.adapter;
     return file_type(c.model) == S_IFDIR ? c.model : "";
 }
@@ -416,7 +416,6 @@ inline void check_plans_of_all_ranks(const Run& run, const std::vector<PlanOptio
 
 // ----------------------------------------------------------------------------
 // fp16's loss scale
-
 
 // Set a fixed scale from the text of --loss-scale: "" or what is wrong with it.
 inline std::string fix_loss_scale(const std::string& text, LossScaling* scaling) {

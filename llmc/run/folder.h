@@ -75,7 +75,6 @@ inline std::string interval_text(double hours_of_a_rank, int ranks, double save_
 // ----------------------------------------------------------------------------
 // the folder is this run's
 
-
 // Describe the run that a folder holds; "": there is none that a new run could destroy.
 inline std::string run_in(const std::string& out) {
     std::vector<int64_t> steps = checkpoint_steps(out);
@@ -357,7 +356,8 @@ inline std::string check_place_among_prompts(const Config& c, const Json& saved)
     bool both = has_rollouts(c) && saved.contains("loss") && saved["loss"] == c.loss;
     for (const char* name : {"group", "updates"}) {
         int now = strcmp(name, "group") == 0 ? c.group : c.updates;
-        if (both && writes_folder(c) && saved.contains(name) && saved[name] != now)
+        if (both && writes_folder(c) &&
+            saved.contains(name) && saved[name] != now)
             return concat("--", name, " ", now, ": this run has ", json_word(saved[name]),
                           ", by which it counts its prompts: leave --", name,
                           " out, or start a new run from its weights");

@@ -330,7 +330,6 @@ std::string choose_recompute(const Run& run, std::vector<PlanOptions>& plans, S 
 // ----------------------------------------------------------------------------
 // disk
 
-
 // Bytes that the user may still write on the disk of a path; SIZE_MAX: unknown.
 inline size_t disk_left(const std::string& path) {
     struct statvfs fs;

@@ -241,7 +241,8 @@ inline std::string find_buddy_files(const Comm& world, const Buddies& b, int64_t
     // Compare manifests: a machine that was away has the old one of a step that was done again.
     have = have && mine["crc32"] == (*manifest)["crc32"];
     for (size_t i = 0; i < files.size(); i++) {
-        if (have && i % here.size() == place && verify_file(folder, files[i]).empty())
+        if (have && i % here.size() == place &&
+            verify_file(folder, files[i]).empty())
             first[i] = world.size - world.rank;
     }
     all_reduce_max(world, first.data(), first.size(), Cpu{});

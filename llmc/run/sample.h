@@ -125,8 +125,6 @@ inline std::vector<int> prompt_tokens(const Run& run, const std::string& prompt)
     return t.eot >= 0 ? std::vector<int>{t.eot} : encode(t, "\n");
 }
 
-
-
 // Shorten a prompt that does not fit into the positions: keep its end, with room for the wanted
 // tokens after it, but for at most half of the positions. bos: a first token to restore; -1: none.
 inline void shorten_prompt(std::vector<int>* tokens, int bos, size_t positions, size_t wanted) {

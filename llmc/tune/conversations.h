@@ -85,8 +85,10 @@ inline std::string read_messages(const Json& list, const char* role, const char*
         ChatMessage m;
         if (!each.is_object()) return "has a message that is no object";
         std::string wrong = take_string(each, role, true, &m.role);
-        if (wrong.empty()) wrong = refuse_tool(each, m.role);
-        if (wrong.empty()) wrong = take_content(each, text, &m.text);
+        if (wrong.empty())
+            wrong = refuse_tool(each, m.role);
+        if (wrong.empty())
+            wrong = take_content(each, text, &m.text);
         if (!wrong.empty())
             return concat("message ", out->size() + 1, " ", wrong);
         m.role = usual_role(m.role);
@@ -316,13 +318,13 @@ inline std::string conversation_tokens(const Chat& chat, const Json& line, LineP
     return "";
 }
 
-
 // Leave the messages untrained with which both conversations begin: they are the question. Weights
 // and inputs do not matter.
 inline void leave_common_start(Conversation& chosen, Conversation& rejected) {
     size_t shortest = std::min(chosen.size(), rejected.size());
     for (size_t i = 0; i < shortest; i++) {
-        if (chosen[i].role != rejected[i].role || chosen[i].text != rejected[i].text)
+        if (chosen[i].role != rejected[i].role ||
+            chosen[i].text != rejected[i].text)
             break;
         chosen[i].trained = rejected[i].trained = false;
     }
