@@ -100,9 +100,9 @@ inline void sort_kernels(Check& c) {
         size_t M, E;
         bool all_one; // every slot has the last expert
     };
-    // Fewer slots than a chunk or than experts, more than 32 chunks, a chunk of as many as experts.
+    // Fewer slots than experts; more groups of slots than a warp sums at once; larger groups.
     std::vector<Case> cases = {{1, 1, false}, {7, 40, false}, {256, 3, true}, {700, 6, false},
-                               {2300, 5, false}, {300, 70, false}};
+                               {34900, 5, false}, {4000, 1500, false}};
     if (SMALL) cases = {{7, 3, false}, {300, 3, true}};
     for (Case s : cases) {
         CASE(c, "sort M=%zu E=%zu", s.M, s.E);
@@ -303,17 +303,17 @@ template <typename T> void grouped_kernels(Check& c) {
         cases.push_back({many, 8, 16});
     }
 
-    // Rows by chance, some experts without: on Hopper bands of tiles, more stages than fit, and lines
-    // along the sum that end within a stage.
+    // Rows by chance, some experts without; on Hopper two bands of tiles.
     std::vector<int> drawn = {0};
-    for (int e = 0; e < 3; e++)
+    for (int e = 0; e < 4; e++)
         drawn.push_back(drawn.back() + std::max(0, int(c.random() % 340) - 60));
-    cases.push_back({drawn, 264, 280});
+    cases.push_back({drawn, 72, 264});
+    cases.push_back({{0, 8}, 1032, 264});
 
     if (SMALL) cases = {{{0, 0, 3, 3, 4}, 9, 17}, {{0, 0, 1, 130}, 16, 136}};
     for (const Case& s : cases)
         for (bool accumulate : {false, true}) {
-            if (accumulate && s.OC > 200) continue; // it takes long
+            if (accumulate && s.OC > 1000) continue; // it takes long
             size_t E = s.starts.size() - 1, M = size_t(s.starts.back()), OC = s.OC, IC = s.IC;
             CASE(c, "grouped %s E=%zu M=%zu OC=%zu IC=%zu", type_word(T()), E, M, OC, IC);
             auto x = rounded<T>(normals(c, M * IC)), d = rounded<T>(normals(c, M * OC));
