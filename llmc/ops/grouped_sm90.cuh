@@ -131,7 +131,7 @@ __device__ __forceinline__ void consume_stages(const WideShared& shared, O* out,
     const uint32_t at = smem_u32(shared.stages);
     const uint64_t a0 = descriptor(at + me * Wide::CHUNK_BYTES, Wide::CHUNK_BYTES, 1024);
     const uint64_t b0 = descriptor(at + Wide::A_BYTES, Wide::CHUNK_BYTES, 1024);
-    auto release = [&](unsigned stage) {
+    auto hand_back = [&](unsigned stage) {
         if (threadIdx.x % 32 == 0)
             mbar_arrive(shared.empty + stage);
     };
@@ -161,13 +161,13 @@ __device__ __forceinline__ void consume_stages(const WideShared& shared, O* out,
 
             // Wait for the products of the stage before, and hand it back.
             wg_wait<1>();
-            if (k > 0) release((n - 1) % Wide::STAGES);
+            if (k > 0) hand_back((n - 1) % Wide::STAGES);
         }
         wg_wait<0>();
         #pragma unroll
         for (float& x : sum)
             keep(x);
-        if (t.K > 0) release((n - 1) % Wide::STAGES);
+        if (t.K > 0) hand_back((n - 1) % Wide::STAGES);
 
         // Write the part of the tile that exists. A thread has two rows, and two columns of each 8.
         const int row = 64 * me + threadIdx.x / 32 % 4 * 16 + threadIdx.x % 32 / 4;
