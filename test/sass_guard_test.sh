@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
-# Attention's machine code keeps its limits; without never(), which keeps waits behind the
-# exponentials, the guard is red. A build on local memory or on spilled registers fails.
+# The machine code of attention and of experts' products keeps its limits; without never(), which
+# keeps waits behind the exponentials, the guard is red. A build on local memory, on spilled registers
+# or on products that wait for each other fails.
 # Two minutes of nvcc. Last line: N passed, N failed, N skipped.
 set -uo pipefail
 cd "$(dirname "$0")/.."
@@ -34,32 +35,48 @@ verdict $? "one with an array in local memory is not"
 grep -q 'Local memory used for' "$folder/says" && [ ! -e "$folder/build/gpu/small" ]
 verdict $? "the log says why, and no program is left"
 
-# Attention's code keeps its limits. They hold for one release of nvcc: the guard says which.
-compile() { # in a folder with llmc/: hopper or mma, whose code for a GPU becomes hopper.cubin or mma.cubin
-    cat >"$1/$2.cu" <<END
+# Code keeps its limits. They hold for one release of nvcc: the guard says which.
+experts() {
+    cat <<END
+#include "llmc/ops/grouped_sm90.cuh"
+using namespace llmc;
+template void llmc::grouped_tensor_cores<true, true>(bf16*, const bf16*, const bf16*, const Groups&, bool, cudaStream_t);
+template void llmc::grouped_tensor_cores<true, false>(bf16*, const bf16*, const bf16*, const Groups&, bool, cudaStream_t);
+template void llmc::grouped_tensor_cores<false, false>(float*, const bf16*, const bf16*, const Groups&, bool, cudaStream_t);
+END
+}
+attention() { # hopper or mma
+    cat <<END
 #include "llmc/ops/attention_sm80.cuh"
 #include "llmc/ops/attention_sm90.cuh"
 using namespace llmc;
 typedef __nv_bfloat16 T;
-template void llmc::attention_$2_forward<T>(T*, float*, const AttentionOperands<T>&, void*, cudaStream_t);
-template void llmc::attention_$2_backward<T>(T*, T*, T*, const T*, const float*, const AttentionOperands<T>&,
+template void llmc::attention_$1_forward<T>(T*, float*, const AttentionOperands<T>&, void*, cudaStream_t);
+template void llmc::attention_$1_backward<T>(T*, T*, T*, const T*, const float*, const AttentionOperands<T>&,
                                              void*, cudaStream_t);
 END
+}
+compile() { # in a folder with llmc/: experts, hopper or mma, whose code for a GPU becomes experts.cubin or the like
+    if [ "$2" = experts ]; then experts; else attention "$2"; fi >"$1/$2.cu"
     : >"$folder/says"
-    "$nvcc" -std=c++20 -cubin "-arch=sm_$3" -Xptxas -warn-lmem-usage,-Werror -I"$1" "$1/$2.cu" -o "$1/$2.cubin"
+    "$nvcc" -std=c++20 -cubin "-arch=sm_$3" -Xptxas -warn-lmem-usage,-Werror -I"$1" "$1/$2.cu" -o "$1/$2.cubin" \
+        >"$folder/log" 2>&1
+    local status=$?
+    cat "$folder/log"
+    [ $status = 0 ] && ! grep -q '(C75' "$folder/log" # ptxas serialises products of wgmma
 }
 guard() { dev/bench/sass.py guard "$folder/$1.cubin" "$release" >"$folder/says"; }
 cp -r llmc "$folder"
-for kernels in "mma 80" "hopper 90a"; do
+for kernels in "mma 80" "hopper 90a" "experts 80" "experts 90a"; do
     # shellcheck disable=SC2086 # the kernels and the GPU
     compile "$folder" $kernels && guard "${kernels% *}"
     status=$?
     cat "$folder/says"
     if grep -qE '^skipped|not held' "$folder/says"; then
-        echo "skipped: limits on the machine code of attention's ${kernels% *} kernels"
+        echo "skipped: limits on the machine code of ${kernels% *} kernels"
         skipped=$((skipped + 1))
     else
-        verdict $status "attention's ${kernels% *} kernels keep their limits"
+        verdict $status "the ${kernels% *} kernels keep their limits on sm_${kernels#* }"
     fi
 done
 if "$nvcc" --list-gpu-code | grep -q sm_120; then

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
-"""What the machine code of GPU kernels says: limits that attention keeps, and lowest times.
+"""What the machine code of GPU kernels says: limits that kernels keep, and lowest times.
 
-usage: sass.py guard PROGRAM NVCC  status 1 when an attention kernel breaks a row of sass_limits.txt
+usage: sass.py guard PROGRAM NVCC  status 1 when a kernel breaks its row of sass_limits.txt
                                    and NVCC is the release, 13.0.88, that the limits were taken with
        sass.py rows PROGRAM        the same figures as rows for sass_limits.txt
        sass.py table PROGRAM ...   tables of registers, instructions and lowest times, in markdown
@@ -11,7 +11,7 @@ other counts: the guard prints how many kernels are beyond the limits, and passe
 nvdisasm come with the CUDA toolkit; scripts/setup.sh installs them where a toolkit lacks them.
 
 Loops. A kernel's SASS is cut into basic blocks; a depth-first walk finds the edges that go back,
-and each such edge's natural loop. Attention's main loop is the innermost one with products on tensor
+and each such edge's natural loop. A kernel's main loop is the innermost one with products on tensor
 cores. Three paths lead once around it:
   whole     most products, then fewest instructions: a tile of which everything is visible
   masked    most instructions without ALiBi, whose distances are converted to float: a tile that
@@ -118,11 +118,13 @@ JUMPS = re.compile(r"(BRA|JMP)\b")
 def blocks_of(code):
     """{address: instructions} and {address: addresses that may follow} of basic blocks."""
     target = lambda i: int(i.operands[-1], 16)
+    # ptxas leaves some loops of sm_80 by a guarded call that nothing returns from.
+    jumps = lambda i: JUMPS.match(i.op) or i.guard and i.op == "CALL.REL.NOINC"
     starts = {code[0].address}
     for i, after in zip(code, code[1:] + [None]):
-        if JUMPS.match(i.op):
+        if jumps(i):
             starts.add(target(i))
-        if after and (JUMPS.match(i.op) or LEAVES.match(i.op)):
+        if after and (jumps(i) or LEAVES.match(i.op)):
             starts.add(after.address)
 
     blocks = {}
@@ -135,7 +137,7 @@ def blocks_of(code):
     order, follow = sorted(blocks), {}
     for start, after in zip(order, order[1:] + [None]):
         last = blocks[start][-1]
-        follow[start] = [target(last)] if JUMPS.match(last.op) else []
+        follow[start] = [target(last)] if jumps(last) else []
         ends = JUMPS.match(last.op) and len(last.operands) == 1 or LEAVES.match(last.op)
         if after is not None and (last.guard or not ends):
             follow[start].append(after)
@@ -275,7 +277,7 @@ def fits(name, pattern):
     return re.fullmatch(re.escape(pattern).replace(r"\*", "[^,]*"), name)
 
 
-def attention_figures(program, limits):
+def limited_figures(program, limits):
     """(GPU, plain name, Figures, its row's Figures or None) of each kernel of the rows' names."""
     for gpu in sorted({row[0] for row in limits}):
         rows = [(pattern, limit) for row, pattern, limit in limits if row == gpu]
@@ -314,26 +316,26 @@ def guard(program, release, limits=LIMITS):
         return 0
     start, seen, bad = time.time(), 0, {}
     taken_with, rows = read_limits(limits)
-    for gpu, name, found, limit in attention_figures(program, rows):
+    for gpu, name, found, limit in limited_figures(program, rows):
         seen += 1
         if wrong(found, limit):
             bad[f"{name} on {gpu}"] = wrong(found, limit)
     if not seen:
-        sys.exit(f"sass.py: error: {program} has no attention kernel")
+        sys.exit(f"sass.py: error: {program} has no kernel with limits")
     if release != taken_with:
-        print(f"{program}: {len(bad)} of {seen} attention kernels are beyond the limits of nvcc {taken_with}; "
+        print(f"{program}: {len(bad)} of {seen} kernels are beyond the limits of nvcc {taken_with}; "
               f"nvcc {release} is not held to them")
         return 0
 
     for kernel, texts in bad.items():
         print(*[f"{program}: {kernel}: {text}" for text in texts], sep="\n")
     if not bad:
-        print(f"{program}: {seen} attention kernels keep their limits ({time.time() - start:.0f} s)")
+        print(f"{program}: {seen} kernels keep their limits ({time.time() - start:.0f} s)")
     return 1 if bad else 0
 
 
 def print_rows(program):
-    for gpu, name, found, _ in attention_figures(program, read_limits(LIMITS)[1]):
+    for gpu, name, found, _ in limited_figures(program, read_limits(LIMITS)[1]):
         f = found or Figures(0, 0, 0, 0, 0, 0)
         print(f"{gpu:7} {name:55} {f.registers:4} {f.exponentials:3} {f.whole:5} {f.masked:5} {f.sloped:5}")
 

@@ -5,20 +5,21 @@
 //   On the CPU each expert's rows take products of matmul.cuh. oneDNN makes a product for each
 //   number of rows that it sees, so an expert's rows are cut into powers of two from 64 to 1024;
 //   fewer rows than 64 run in our own loops. On a GPU all experts take one launch, on tensor cores
-//   (grouped_mma.cuh). Float, and sizes that are not multiples of 8, have a simple kernel: tiles of
-//   64 x 64 in shared memory, float arithmetic. It is correct, not fast. A block finds its expert
-//   by walking starts, which the host never reads.
+//   (grouped_mma.cuh, grouped_sm90.cuh). Float, and sizes that are not multiples of 8, have a
+//   simple kernel: tiles of 64 x 64 in shared memory, float arithmetic. It is correct, not fast. A
+//   block finds its expert by walking starts, which the host never reads.
 //   Contract: out, dinp, dW = or += (accumulate). dW of an expert without rows becomes 0, or is
 //             left unchanged when accumulating. Bitwise repeatable; on a GPU a row's bits depend on
 //             nothing but the row and its expert's matrix.
 //   Cost: 2 M IC OC FLOPs each.
-//   To copy: this file, element_type.h, gpu.h, grouped_mma.cuh, matmul.cuh, mma.cuh,
-//            tensor_cores.h, types.h and cuda_common.h.
+//   To copy: this file, element_type.h, gpu.h, grouped_mma.cuh, grouped_sm90.cuh, hopper.cuh,
+//            matmul.cuh, mma.cuh, tensor_cores.h, types.h and cuda_common.h.
 #pragma once
 #include <bit>
 #include "cuda_common.h"
 #include "element_type.h"
 #include "grouped_mma.cuh"
+#include "grouped_sm90.cuh"
 #include "matmul.cuh"
 #include "types.h"
 
@@ -271,7 +272,7 @@ void grouped_forward(T* out, const T* inp, const T* w, const Groups& g, bool acc
                      cudaStream_t stream) {
     if constexpr (IS_BF16_OR_FP16<T>)
         if (grouped_mma_takes<T>(g, out, inp, w))
-            return grouped_mma_rows<true>(out, inp, w, g, accumulate, stream);
+            return grouped_tensor_cores<true, true>(out, inp, w, g, accumulate, stream);
     launch(grouped_rows_kernel<T>, grouped_grid(g, g.OC), GROUPED_THREADS, 0, stream, out, inp, w,
            Strides{1, g.IC}, g, g.OC, g.IC, accumulate);
 }
@@ -282,7 +283,7 @@ void grouped_backward_input(T* dinp, const T* dout, const T* w, const Groups& g,
                             Blas&, cudaStream_t stream) {
     if constexpr (IS_BF16_OR_FP16<T>)
         if (grouped_mma_takes<T>(g, dinp, dout, w))
-            return grouped_mma_rows<false>(dinp, dout, w, g, accumulate, stream);
+            return grouped_tensor_cores<true, false>(dinp, dout, w, g, accumulate, stream);
     launch(grouped_rows_kernel<T>, grouped_grid(g, g.IC), GROUPED_THREADS, 0, stream, dinp, dout, w,
            Strides{g.IC, 1}, g, g.IC, g.OC, accumulate);
 }
@@ -293,7 +294,7 @@ void grouped_backward_weight(float* dw, const T* dout, const T* inp, const Group
                              bool accumulate, Blas&, cudaStream_t stream) {
     if constexpr (IS_BF16_OR_FP16<T>)
         if (grouped_mma_takes<T>(g, dw, dout, inp))
-            return grouped_mma_backward_weight(dw, dout, inp, g, accumulate, stream);
+            return grouped_tensor_cores<false, false>(dw, dout, inp, g, accumulate, stream);
     // One block for each tile of each expert's matrix.
     dim3 grid(unsigned(ceil_div(g.IC, GROUPED_TILE)), unsigned(ceil_div(g.OC, GROUPED_TILE)),
               unsigned(g.E));

@@ -60,23 +60,40 @@ template <typename T> struct Lines {
 // The number of elements of a line in shared memory.
 template <bool DEEP> constexpr int LINE = DEEP ? EXPERT_DEPTH : EXPERT_TILE;
 
-// Start the copies of one operand's stage, from `depth` of the sum on. Zeros lie beyond the edges.
-template <bool DEEP, typename T>
-__device__ void load_stage(T* stage, const Lines<T>& x, int depth) {
-    constexpr int CHUNKS = LINE<DEEP> / 8;
-    for (int n = threadIdx.x; n < EXPERT_STAGE / 8; n += EXPERT_THREADS) {
-        // Neighbouring threads copy neighbouring chunks of a line.
-        int place = n / CHUNKS;
-        int chunk = n % CHUNKS;
-        int line = place + (DEEP ? 0 : depth);
-        int column = 8 * chunk + (DEEP ? depth : 0);
+// One thread's copies of an operand: two chunks of each stage. Addresses and edges are found once a
+// tile; a stage only advances them.
+template <bool DEEP, typename T> struct StageCopies {
+    static constexpr int CHUNKS = LINE<DEEP> / 8;
+    static constexpr int APART = EXPERT_THREADS / CHUNKS; // lines: both have the same swizzle
+    static_assert(EXPERT_STAGE / 8 == 2 * EXPERT_THREADS && APART % 8 == 0);
+    const T* from[2]; // in the next stage
+    int left[2];      // of the sum, from there on; an absent line has none
+    int to;           // where the first chunk lies in a stage
+    int64_t step;     // from stage to stage
 
-        // For absent elements, read 0 bytes from a valid address.
-        bool real = line < x.lines && column < x.columns;
-        int64_t at = real ? int64_t(line) * x.stride + column : 0;
-        cp_async16(stage + tile_at<LINE<DEEP>>(place, chunk), x.data + at, real ? 16 : 0);
+    __device__ explicit StageCopies(const Lines<T>& x) {
+        int place = threadIdx.x / CHUNKS;
+        int column = threadIdx.x % CHUNKS * 8;
+        to = tile_at<LINE<DEEP>>(place, column / 8);
+        step = EXPERT_DEPTH * (DEEP ? int64_t(1) : int64_t(x.stride));
+        for (int i = 0; i < 2; i++) {
+            int line = place + i * APART;
+            left[i] = DEEP ? x.columns - column : x.lines - line;
+            if (DEEP ? line >= x.lines : column >= x.columns) left[i] = 0;
+            from[i] = x.data + (left[i] > 0 ? int64_t(line) * x.stride + column : 0);
+        }
     }
-}
+
+    // Start those of the next stage. Zeros lie beyond the edges.
+    __device__ void start(T* stage) {
+        #pragma unroll
+        for (int i = 0; i < 2; i++) {
+            cp_async16(stage + to + i * APART * LINE<DEEP>, from[i], left[i] > 0 ? 16 : 0);
+            from[i] += step;
+            left[i] -= EXPERT_DEPTH;
+        }
+    }
+};
 
 // Load 16 rows from `row` on, and the k-th 16 of the sum, as the first operand.
 template <bool DEEP, typename T>
@@ -138,11 +155,13 @@ __device__ void expert_tile(O* out, int stride, const Lines<T>& a, const Lines<T
     // A stage has two operands, one behind the other.
     T* stages = reinterpret_cast<T*>(dynamic_shared());
     int steps = (K + EXPERT_DEPTH - 1) / EXPERT_DEPTH;
+    StageCopies<A, T> copies_a(a);
+    StageCopies<B, T> copies_b(b);
     auto start = [&](int step) {
         T* stage = stages + step % EXPERT_STAGES * 2 * EXPERT_STAGE;
         if (step < steps) {
-            load_stage<A>(stage, a, step * EXPERT_DEPTH);
-            load_stage<B>(stage + EXPERT_STAGE, b, step * EXPERT_DEPTH);
+            copies_a.start(stage);
+            copies_b.start(stage + EXPERT_STAGE);
         }
         cp_async_commit(); // an empty group counts too
     };

@@ -206,10 +206,11 @@ LLMC_DEV void never(bool impossible) {
     if (impossible) __trap();
 }
 
-// The accumulator's operands: 32 registers a thread for 64 columns, 64 for 128.
+// The accumulator's operands: 32 registers a thread for 64 columns, 64 for 128, 128 for 256.
 #define F4(i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
 #define F16(i) F4(i), F4(i + 4), F4(i + 8), F4(i + 12)
 #define F32(i) F16(i), F16(i + 16)
+#define F64(i) F32(i), F32(i + 32)
 #define L32                                                                                   \
     "{%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,%16,%17,%18,%19,%20,%21,%22,%23," \
     "%24,%25,%26,%27,%28,%29,%30,%31}"
@@ -217,6 +218,13 @@ LLMC_DEV void never(bool impossible) {
     "{%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,%16,%17,%18,%19,%20,%21,%22,%23,"  \
     "%24,%25,%26,%27,%28,%29,%30,%31,%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45," \
     "%46,%47,%48,%49,%50,%51,%52,%53,%54,%55,%56,%57,%58,%59,%60,%61,%62,%63}"
+#define L128                                                                                     \
+    "{%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,%16,%17,%18,%19,%20,%21,%22,%23,"    \
+    "%24,%25,%26,%27,%28,%29,%30,%31,%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,"   \
+    "%46,%47,%48,%49,%50,%51,%52,%53,%54,%55,%56,%57,%58,%59,%60,%61,%62,%63,%64,%65,%66,%67,"   \
+    "%68,%69,%70,%71,%72,%73,%74,%75,%76,%77,%78,%79,%80,%81,%82,%83,%84,%85,%86,%87,%88,%89,"   \
+    "%90,%91,%92,%93,%94,%95,%96,%97,%98,%99,%100,%101,%102,%103,%104,%105,%106,%107,%108,%109," \
+    "%110,%111,%112,%113,%114,%115,%116,%117,%118,%119,%120,%121,%122,%123,%124,%125,%126,%127}"
 // p is the instruction's scale-d: if false, the product overwrites d. 1, 1: no operand is negated.
 #define WGMMA(shape, type, list, a, b, p, rest)                                                    \
     "{\n.reg .pred p;\nsetp.ne.b32 p, " p ", 0;\nwgmma.mma_async.sync.aligned." shape ".f32." type \
@@ -229,6 +237,10 @@ LLMC_DEV void never(bool impossible) {
 #define WGMMA_128(type)                                                          \
     asm volatile(WGMMA("m64n128k16", type, L64, "%64", "%65", "%66", "%67, %68") \
                  : F32(0), F32(32)                                               \
+                 : "l"(a), "l"(b), "r"(accumulate), "n"(tA), "n"(tB))
+#define WGMMA_256(type)                                                                \
+    asm volatile(WGMMA("m64n256k16", type, L128, "%128", "%129", "%130", "%131, %132") \
+                 : F64(0), F64(64)                                                     \
                  : "l"(a), "l"(b), "r"(accumulate), "n"(tA), "n"(tB))
 // _RS: a comes from registers, four a thread, and is always K-major.
 #define WGMMA_RS_64(type)                                                                \
@@ -244,12 +256,14 @@ LLMC_DEV void never(bool impossible) {
 template <typename T, int N, int tA, int tB>
 LLMC_DEV void wgmma(float (&d)[N / 2], uint64_t a, uint64_t b, int accumulate) {
     LLMC_TENSOR_CORE_TYPE(T);
-    static_assert(N == 64 || N == 128, "wgmma() has 64 or 128 columns here");
+    static_assert(N == 64 || N == 128 || N == 256, "wgmma() has 64, 128 or 256 columns here");
     constexpr bool BF16 = std::is_same_v<T, bf16>;
     if constexpr (N == 64 && BF16) WGMMA_64("bf16");
     if constexpr (N == 64 && !BF16) WGMMA_64("f16");
     if constexpr (N == 128 && BF16) WGMMA_128("bf16");
     if constexpr (N == 128 && !BF16) WGMMA_128("f16");
+    if constexpr (N == 256 && BF16) WGMMA_256("bf16");
+    if constexpr (N == 256 && !BF16) WGMMA_256("f16");
 }
 // The same with a in registers: the fragments of mma_m16n8k16, 16 rows a warp.
 template <typename T, int N, int tB>
@@ -265,11 +279,14 @@ LLMC_DEV void wgmma_rs(float (&d)[N / 2], const uint32_t (&a)[4], uint64_t b, in
 #undef F4
 #undef F16
 #undef F32
+#undef F64
 #undef L32
 #undef L64
+#undef L128
 #undef WGMMA
 #undef WGMMA_64
 #undef WGMMA_128
+#undef WGMMA_256
 #undef WGMMA_RS_64
 #undef WGMMA_RS_128
 

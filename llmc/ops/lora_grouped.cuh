@@ -10,8 +10,8 @@
 //   Cost: 2 M r (IC + OC) FLOPs forward and 8 M r (IC + OC) backward. Tensor cores take ranks that
 //         are multiples of 8.
 //   To copy: this file, element_type.h, elements.h, elementwise.cuh, gpu.h, grouped_matmul.cuh,
-//            grouped_mma.cuh, lora.cuh, matmul.cuh, mma.cuh, tensor_cores.h,
-//            types.h and cuda_common.h.
+//            grouped_mma.cuh, grouped_sm90.cuh, hopper.cuh, lora.cuh, matmul.cuh, mma.cuh,
+//            tensor_cores.h, types.h and cuda_common.h.
 #pragma once
 #include "grouped_matmul.cuh"
 #include "grouped_mma.cuh"

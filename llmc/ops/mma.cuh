@@ -49,8 +49,8 @@ LLMC_DEV void mma_m16n8k16(float (&d)[4], const uint32_t (&a)[4], const uint32_t
 #undef MMA_M16N8K16
 
 // ---- cp.async: copies that a thread starts, collects into groups and waits for ----------------
-// Copy 16 bytes to shared memory. The first `bytes` are read, the others become 0. Even with 0
-// bytes the address must be valid. The copy bypasses L1.
+// Copy 16 bytes to shared memory. The first `bytes` are read, the others become 0; with 0 bytes
+// nothing is, and the address may lie behind an array. The copy bypasses L1.
 LLMC_DEV void cp_async16(void* s, const void* g, int bytes = 16) {
     asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(smem_u32(s)),
                  "l"(g), "r"(bytes)

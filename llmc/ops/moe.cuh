@@ -25,10 +25,10 @@
 //   logits (N,E), gates, dgates (N,K) acc   ids, row_of (N,K) ints   slot_of (N K)   counts (E)
 //   starts (E+1)   x, out, residual (N,C)   xs, y (rows,C)   gate, up, h (rows,F)   M: all slots
 //   rows: 1 int on the device: N K, or the number of slots of this rank's experts, or of a list
-//   Contract: everything =; dgate may be dh, dup may be up.  No atomics; bitwise repeatable: the
-//             sort is in integers, sums over slots are in ascending order of experts, in acc, and
-//             rounded once.
-//   Cost: memory-bound. Each of the sort's E blocks reads all N K ids, from L2.
+//   Contract: everything =; dgate may be dh, dup may be up.  Bitwise repeatable: atomics count
+//             slots, the sort is in integers, sums over slots are in ascending order of experts, in
+//             acc, and rounded once.
+//   Cost: memory-bound. The sort reads ids twice, a warp for each 1024 slots.
 //   To copy: this file, fast_math.h, rows.cuh, types.h and cuda_common.h.
 #pragma once
 #include <algorithm>
@@ -500,6 +500,8 @@ void gated_swiglu_backward(T* dgate, T* dup, acc_t<T>* dgates,      // (rows,F) 
 
 constexpr unsigned ROUTE_WARPS = 4;   // tokens in a block
 constexpr unsigned SLOT_THREADS = 256;
+constexpr unsigned MOST_COUNTED = 8192; // experts: a block counts them in 32 KB
+constexpr size_t SORTED_SLOTS = 1024;  // that a warp places, at least
 
 // The first candidate in a warp, returned to every lane.
 __device__ inline ExpertChoice<float> warp_first(ExpertChoice<float> x) {
@@ -541,7 +543,6 @@ __device__ inline RouteSums<float> warp_route_sums(const float* logits, int id, 
 
 // The groups that a token may choose from, as bits, in every lane. Lane g evaluates group g.
 __device__ inline unsigned warp_kept_groups(const float* logits, const Routing& r) { // (E)
-
     // Most routers have one group.
     if (r.groups == 1) return 1;
     unsigned lane = threadIdx.x % 32;
@@ -641,19 +642,46 @@ __global__ void route_backward_kernel(T* dlogits, const float* dgates, const flo
     }
 }
 
-// Block (e, group) counts the slots of one expert in one group.
-//   counts (groups,E)   ids (groups,length)
-static __global__ void count_slots_kernel(int* counts, const int* ids, size_t length, size_t E,
-                                          bool accumulate) {
-    const int* mine = ids + size_t(blockIdx.y) * length;
+// Call f(slot, its expert) for slots [first, end), as many at a time as the block has threads, in
+// order; -1: the thread has no slot.
+template <typename F>
+__device__ void for_each_slot(const int* ids, size_t first, size_t end, F f) {
+    constexpr unsigned AHEAD = 8; // loads of a thread that are under way together
+    for (size_t i = first + threadIdx.x; i < end + threadIdx.x; i += AHEAD * blockDim.x) {
+        int e[AHEAD];
+        for (unsigned j = 0; j < AHEAD; j++)
+            e[j] = i + j * blockDim.x < end ? ids[i + j * blockDim.x] : -1;
+        for (unsigned j = 0; j < AHEAD; j++)
+            f(i + j * blockDim.x, e[j]);
+    }
+}
 
-    // Count. Sums of integers do not depend on their order.
-    int count[1] = {};
-    for (size_t i = threadIdx.x; i < length; i += SLOT_THREADS)
-        count[0] += mine[i] == int(blockIdx.x);
-    block_sums<SLOT_THREADS / 32>(count);
-    int* sum = counts + size_t(blockIdx.y) * E + blockIdx.x;
-    if (threadIdx.x == 0) *sum = accumulate ? *sum + count[0] : count[0];
+// The slots of groups, a block each. The last group also has what is left over. Counts of the first
+// group lie in `first`, those of group c in others + c * apart.
+struct SlotGroups {
+    int *first, *others;
+    size_t apart;
+    size_t length; // slots of a group
+    size_t M;      // all slots
+
+    __device__ int* counts(size_t c) const { return c ? others + c * apart : first; } // (E)
+    __device__ size_t end(size_t c) const { return c + 1 == gridDim.x ? M : (c + 1) * length; }
+};
+
+// Block c counts the slots of each expert in group c.
+static __global__ void count_slots_kernel(SlotGroups x, const int* ids, size_t E, bool accumulate) {
+    LLMC_SHARED(int, found, MOST_COUNTED);
+    for (size_t e = threadIdx.x; e < E; e += SLOT_THREADS)
+        found[e] = 0;
+    __syncthreads(); // all are 0
+    size_t c = blockIdx.x;
+    for_each_slot(ids, c * x.length, x.end(c), [&](size_t, int e) {
+        if (e >= 0) atomicAdd(found + e, 1);
+    });
+    __syncthreads(); // all are counted
+    int* sums = x.counts(c);
+    for (size_t e = threadIdx.x; e < E; e += SLOT_THREADS)
+        sums[e] = accumulate ? sums[e] + found[e] : found[e];
 }
 
 // The number of matches in lower threads of the block; `all` gets those of the whole block.
@@ -677,36 +705,58 @@ __device__ inline int rank_of_match(bool match, int* of_warp, int* all) {
     return rank;
 }
 
-// Block e places its expert's slots in order, as many at a time as it has threads.
-static __global__ void place_slots_kernel(Slots s, const int* ids, size_t M, size_t E) {
-    // The number of matches in each warp, for one round.
-    constexpr unsigned WARPS = SLOT_THREADS / 32;
-    LLMC_SHARED(int, of_warp, WARPS);
-    int e = int(blockIdx.x);
-
-    // Find the expert's first row: the number of slots of all experts before it.
-    int before[1] = {};
-    for (int other = int(threadIdx.x); other < e; other += int(SLOT_THREADS))
-        before[0] += s.counts[other];
-    block_sums<WARPS>(before);
-    int row = before[0];
-    if (threadIdx.x == 0) {
-        s.starts[e] = row;
-        if (size_t(e) + 1 == E) s.starts[E] = int(M);
+// The sum over this lane and all lower ones.
+__device__ inline int warp_prefix(int x) {
+    for (int d = 1; d < 32; d *= 2) {
+        int other = __shfl_up_sync(ALL_LANES, x, d);
+        if (int(threadIdx.x % 32) >= d) x += other;
     }
+    return x;
+}
 
-    for (size_t first = 0; first < M; first += SLOT_THREADS) {
+// Warp e replaces its expert's counts in all groups but the first by those of the groups before.
+static __global__ void scan_slots_kernel(SlotGroups x, size_t groups) {
+    int before = x.first[blockIdx.x];
+    for (size_t c0 = 1; c0 < groups; c0 += 32) {
+        size_t c = c0 + threadIdx.x;
+        int count = c < groups ? x.counts(c)[blockIdx.x] : 0;
+        int sum = warp_prefix(count);
+        if (c < groups) x.counts(c)[blockIdx.x] = before + sum - count;
+        before += __shfl_sync(ALL_LANES, sum, 31);
+    }
+    if (threadIdx.x == 0) x.first[blockIdx.x] = before; // all groups
+}
+
+// Warp c places the slots of group c in order.
+static __global__ void place_slots_kernel(Slots s, SlotGroups x, const int* ids, size_t E) {
+    LLMC_SHARED(int, next, MOST_COUNTED); // the next row of each expert
+    size_t c = blockIdx.x;
+    int before = 0;
+    for (size_t e0 = 0; e0 < E; e0 += 32) {
+        // Rows of lower experts come first, then those of earlier groups.
+        size_t e = e0 + threadIdx.x;
+        int count = e < E ? s.counts[e] : 0;
+        int end = before + warp_prefix(count);
+        if (e < E) next[e] = end - count + (c ? x.counts(c)[e] : 0);
+        if (e < E && c == 0) s.starts[e] = end - count;
+        before = __shfl_sync(ALL_LANES, end, 31);
+    }
+    if (threadIdx.x == 0 && c == 0) s.starts[E] = before;
+    __syncwarp(); // next is written, and all counts have been read: row_of may be written
+
+    for_each_slot(ids, c * x.length, x.end(c), [&](size_t i, int e) {
         // Rows follow the order of slots.
-        size_t i = first + threadIdx.x;
-        bool match = i < M && ids[i] == e;
-        int all = 0;
-        int rank = rank_of_match(match, of_warp, &all);
-        if (match) {
-            s.row_of[i] = row + rank;
-            s.slot_of[row + rank] = int(i);
+        unsigned same = __match_any_sync(ALL_LANES, e);
+        unsigned lower = same & ((1u << threadIdx.x) - 1);
+        int row = e >= 0 ? next[e] + __popc(lower) : 0;
+        __syncwarp(); // all have read
+        if (e >= 0) {
+            if (!lower) next[e] += __popc(same);
+            s.row_of[i] = row;
+            s.slot_of[row] = int(i);
         }
-        row += all;
-    }
+        __syncwarp(); // next is written
+    });
 }
 
 // Block r makes list r, as many tokens at a time as it has threads.
@@ -865,11 +915,12 @@ void route_backward(T* dlogits, const float* dgates, const float* logits, const 
            stream, dlogits, dgates, logits, ids, r, b, N);
 }
 
-// One block for each expert of each group.
+// One block for each group.
 inline void count_slots(int* counts, const int* ids, size_t groups, size_t length, size_t E,
                         bool accumulate, cudaStream_t stream) {
-    launch(count_slots_kernel, dim3(unsigned(E), unsigned(groups)), SLOT_THREADS, 0, stream, counts,
-           ids, length, E, accumulate);
+    LLMC_CHECK(E <= MOST_COUNTED, "%zu experts: at most %u are counted", E, MOST_COUNTED);
+    SlotGroups x = {counts, counts, E, length, groups * length};
+    launch(count_slots_kernel, unsigned(groups), SLOT_THREADS, 0, stream, x, ids, E, accumulate);
 }
 
 // One block for each list.
@@ -886,10 +937,17 @@ inline void own_experts(int* own, const int* ids, size_t M, size_t first, size_t
            ids, M, first, E);
 }
 
-// Two launches: count, then place.
+// Count, sum over groups if there are several, and place. A group's counts lie in its own part of
+// row_of, which is long enough, and which nothing else needs until its slots are placed.
 inline void sort_slots(const Slots& s, const int* ids, size_t M, size_t E, cudaStream_t stream) {
-    count_slots(s.counts, ids, 1, M, E, false, stream);
-    launch(place_slots_kernel, unsigned(E), SLOT_THREADS, 0, stream, s, ids, M, E);
+    LLMC_CHECK(E <= MOST_COUNTED, "%zu experts: at most %u are sorted", E, MOST_COUNTED);
+    size_t length = std::max(SORTED_SLOTS, E);
+    unsigned groups = unsigned(std::max(M / length, size_t(1)));
+    SlotGroups x = {s.counts, s.row_of, length, length, M};
+    launch(count_slots_kernel, groups, SLOT_THREADS, 0, stream, x, ids, E, false);
+    if (groups > 1)
+        launch(scan_slots_kernel, unsigned(E), 32, 0, stream, x, groups);
+    launch(place_slots_kernel, groups, 32, 0, stream, s, x, ids, E);
 }
 
 // The grid has a block for each of M slots, so the host need not read *rows.

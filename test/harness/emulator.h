@@ -917,6 +917,18 @@ inline unsigned __ballot_sync(unsigned mask, int predicate,
         },
         site);
 }
+template <typename T>
+unsigned __match_any_sync(unsigned mask, T x, emulator::Site site = emulator::Site::current()) {
+    return emulator::warp_operation(
+        mask, "a match", x,
+        [](unsigned lane, const emulator::Lanes<T>& all) {
+            unsigned same = 0;
+            for (unsigned l = 0; l < 32; l++)
+                if (all.mask >> l & 1 && all[l] == all[lane]) same |= 1u << l;
+            return same;
+        },
+        site);
+}
 inline int __any_sync(unsigned mask, int predicate,
                       emulator::Site site = emulator::Site::current()) {
     return __ballot_sync(mask, predicate, site) != 0;

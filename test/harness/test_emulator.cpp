@@ -1173,6 +1173,7 @@ int main(int argc, char** argv) {
     known_product<bf16, 64, 0, 0>("m64n64, both K-major");
     known_product<fp16, 128, 0, 0>("m64n128, both K-major, fp16");
     known_product<bf16, 128, 0, 1>("m64n128, b MN-major");
+    known_product<bf16, 256, 0, 1>("m64n256, b MN-major");
     known_product<bf16, 64, 1, 1>("m64n64, both MN-major");
     known_product<fp16, 64, 1, 0>("m64n64, a MN-major, fp16");
     printf("%d passed, %d failed\n", passed, failed);

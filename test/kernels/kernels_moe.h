@@ -1,5 +1,6 @@
 // kernels_moe.h - rows of the kernel table: mixture of experts, and a product for each expert
 #pragma once
+#include <thread>
 #include "../../llmc/ops/expert_capacity.cuh"
 #include "../../llmc/ops/lora_grouped.cuh"
 #include "kernel_table.h"
@@ -99,7 +100,9 @@ inline void sort_kernels(Check& c) {
         size_t M, E;
         bool all_one; // every slot has the last expert
     };
-    std::vector<Case> cases = {{1, 1, false}, {7, 40, false}, {256, 3, true}, {700, 6, false}};
+    // Fewer slots than experts; more groups of slots than a warp sums at once; larger groups.
+    std::vector<Case> cases = {{1, 1, false}, {7, 40, false}, {256, 3, true}, {700, 6, false},
+                               {34900, 5, false}, {4000, 1500, false}};
     if (SMALL) cases = {{7, 3, false}, {300, 3, true}};
     for (Case s : cases) {
         CASE(c, "sort M=%zu E=%zu", s.M, s.E);
@@ -294,17 +297,31 @@ template <typename T> void grouped_kernels(Check& c) {
     cases.push_back({{0, 9}, 16, 8});
     for (int experts : {32, 33}) {
         std::vector<int> many = {0};
-        for (int e = 0; e < experts; e++) many.push_back(many.back() + e % 3);
+        // Each 16th has rows, the last one too.
+        for (int e = 1; e <= experts; e++)
+            many.push_back(many.back() + (e % 16 == experts % 16 ? 1 + e % 3 : 0));
         cases.push_back({many, 8, 16});
     }
+
+    // Rows by chance, some experts without; on Hopper two bands of tiles.
+    std::vector<int> drawn = {0};
+    for (int e = 0; e < 4; e++)
+        drawn.push_back(drawn.back() + std::max(0, int(c.random() % 340) - 60));
+    cases.push_back({drawn, 72, 264});
+    cases.push_back({{0, 8}, 1032, 264});
 
     if (SMALL) cases = {{{0, 0, 3, 3, 4}, 9, 17}, {{0, 0, 1, 130}, 16, 136}};
     for (const Case& s : cases)
         for (bool accumulate : {false, true}) {
+            if (accumulate && s.OC > 1000) continue; // it takes long
             size_t E = s.starts.size() - 1, M = size_t(s.starts.back()), OC = s.OC, IC = s.IC;
             CASE(c, "grouped %s E=%zu M=%zu OC=%zu IC=%zu", type_word(T()), E, M, OC, IC);
             auto x = rounded<T>(normals(c, M * IC)), d = rounded<T>(normals(c, M * OC));
             auto w = rounded<T>(normals(c, E * OC * IC));
+
+            // Behind the last expert there is room for rows, and nothing in it.
+            x.resize((M + 3) * IC, NAN);
+            d.resize((M + 3) * OC, NAN);
 
             // Want: the CPU in double.
             Groups g = {s.starts.data(), E, OC, IC, M};
@@ -323,8 +340,7 @@ template <typename T> void grouped_kernels(Check& c) {
                 Array<T> inp(x), dout(d), weight(w);
                 Array<T> y(std::vector<double>(M * OC, 3)), dx(std::vector<double>(M * IC, 3));
                 Array<float> dweight(std::vector<double>(E * OC * IC, 3));
-                Groups here = g;
-                here.starts = starts.data;
+                Groups here = {starts.data, E, OC, IC, M + 3};
                 grouped_forward(y.data, inp.data, weight.data, here, accumulate, blas, stream);
                 grouped_backward_input(dx.data, dout.data, weight.data, here, accumulate, blas,
                                        stream);
@@ -338,6 +354,52 @@ template <typename T> void grouped_kernels(Check& c) {
         }
 }
 
+// Rows of NaN, an expert's own, reach no other expert: every other run has them, with the same bits.
+template <typename T> void grouped_nan_kernels(Check& c) {
+    const size_t E = 3, M = 140, OC = 16, IC = 24, first = 70, end = 75;
+    CASE(c, "grouped NaN %s", type_word(T()));
+    auto x = rounded<T>(normals(c, M * IC)), d = rounded<T>(normals(c, M * OC));
+    auto w = rounded<T>(normals(c, E * OC * IC)), nan_x = x, nan_d = d;
+    std::fill(nan_x.begin() + first * IC, nan_x.begin() + end * IC, NAN);
+    std::fill(nan_d.begin() + first * OC, nan_d.begin() + end * OC, NAN);
+
+    int run = 0;
+    every_order(c, [&](Outputs& o) {
+        bool has_nan = run++ % 2;
+        Array<int> starts(std::vector<int>{0, int(first), int(end), int(M)});
+        Array<T> inp(has_nan ? nan_x : x), dout(has_nan ? nan_d : d), weight(w);
+        Array<T> y(M * OC), dx(M * IC);
+        Array<float> dw(E * OC * IC);
+        Groups g = {starts.data, E, OC, IC, M};
+        Blas blas;
+
+        grouped_forward(y.data, inp.data, weight.data, g, false, blas, cudaStream_t{});
+        grouped_backward_input(dx.data, dout.data, weight.data, g, false, blas, cudaStream_t{});
+        grouped_backward_weight(dw.data, dout.data, inp.data, g, false, blas, cudaStream_t{});
+        o.same("out before", y.data, first * OC);
+        o.same("out behind", y.data + end * OC, (M - end) * OC);
+        o.same("dinp before", dx.data, first * IC);
+        o.same("dinp behind", dx.data + end * IC, (M - end) * IC);
+        o.same("dw before", dw.data, OC * IC);
+        o.same("dw behind", dw.data + 2 * OC * IC, OC * IC);
+    });
+}
+
+#if defined(EMULATE)
+// The same on a Hopper of three processors. A thread remembers the GPU that it asked first, so the
+// rows have one of their own.
+template <typename T> void grouped_hopper_kernels(Check& c) {
+    emulator::gpu = {9, 0, emulator::HOPPER.block_shared_bytes, 3};
+    std::thread([&] {
+        grouped_kernels<T>(c);
+        grouped_nan_kernels<T>(c);
+        expect(c, emulator::launches[(const void*)expert_wgmma_kernel<true, true, T, T>] > 0,
+               "Hopper's kernel does not run");
+    }).join();
+    emulator::gpu = emulator::AMPERE;
+}
+#endif
+
 // Adapters beside a stack of experts, on tensor cores where the rank is a multiple of 8: experts
 // with no row, one row, and more than a tile. Want: the CPU in double.
 template <typename T> void lora_grouped_kernels(Check& c) {
@@ -348,6 +410,8 @@ template <typename T> void lora_grouped_kernels(Check& c) {
             size_t E = rows.size() - 1, M = size_t(rows.back()), OC = r == 8 ? 24 : 9, IC = 40;
             CASE(c, "lora grouped %s r=%zu accumulate=%d", type_word(T()), r, accumulate);
             auto x = rounded<T>(normals(c, M * IC)), d = rounded<T>(normals(c, M * OC));
+            x.resize((M + 3) * IC);
+            d.resize((M + 3) * OC);
             auto a = rounded<T>(normals(c, E * r * IC)), b = rounded<T>(normals(c, E * OC * r));
 
             Groups g = {rows.data(), E, OC, IC, M};
@@ -395,5 +459,10 @@ inline void add_moe_kernels(std::vector<KernelRow>& rows) {
         {"capacity", capacity_kernels},
         THREE_TYPES("experts", expert_kernels),
         THREE_TYPES("grouped matmul", grouped_kernels),
+        THREE_TYPES("grouped NaN", grouped_nan_kernels),
+#if defined(EMULATE)
+        {"grouped on Hopper bf16", grouped_hopper_kernels<bf16>},
+        {"grouped on Hopper fp16", grouped_hopper_kernels<fp16>},
+#endif
         THREE_TYPES("lora grouped", lora_grouped_kernels)});
 }
