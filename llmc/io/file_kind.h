@@ -139,7 +139,8 @@ inline std::string binary_note(const std::string& path, std::string_view head) {
     size_t zeros = 0, foreign = 0;
     for (size_t at = 0, n; at < head.size(); at += n) {
         // Do not count a character that the end of `head` cuts in two.
-        n = utf8_length(head.substr(at));
+        bool ascii = static_cast<unsigned char>(head[at]) < 0x80;
+        n = ascii ? 1 : utf8_length(head.substr(at));
         bool cut = n == 0 && head.size() - at < 4;
         zeros += head[at] == 0;
         foreign += n == 0 && !cut;
