@@ -23,8 +23,8 @@
 #include "llmc/run/sample.h"
 #include "llmc/run/start.h"
 #include "llmc/trainer.h"
+#include "llmc/tune/adapter_files.h"
 #include "llmc/tune/choose_adapters.h"
-#include "llmc/tune/named_adapters.h"
 
 using namespace llmc;
 

@@ -106,7 +106,7 @@ PrefixRows layer_prefix(const Trainer<T, S>& t, const Action& a) {
 template <typename T, typename S>
 LayerAdapters layer_adapters(const Trainer<T, S>& t, const Action& a, Role of) {
     const Model& m = t.model;
-    // Sets leave experts alone (tune/named_adapters.h).
+    // Sets leave experts alone (tune/adapter_files.h).
     int base = find_bucket(m, of, a.layer);
     bool any = m.shape.tuned.adapters || (m.shape.tuned.sets && of == Role::BLOCK);
     if (base < 0 || !any)

@@ -24,6 +24,7 @@
 #include "ops/attention_cpu.cuh"
 #include "ops/ema.cuh"
 #include "ops/grad_norm.cuh"
+#include "ops/linear.cuh"
 #include "ops/loss_scale.cuh"
 #include "ops/matmul.cuh"
 #include "ops/memory.h"

@@ -66,8 +66,13 @@ __device__ WideTile find_tile(int tile, const int* first, const Groups& g) {
     at -= band * across;
     const int i = (band + at % together) * Wide::ROWS;
     const int j = at / together * Wide::COLUMNS;
-    const int row = g.starts[e], rows = g.starts[e + 1] - row;
-    return {e, row, i, j, (A ? rows : int(g.OC)) - i, columns - j, A ? int(B ? g.IC : g.OC) : rows};
+    const int row = g.starts[e];
+    const int rows = g.starts[e + 1] - row;
+    WideTile t = {e, row, i, j};
+    t.lines = (A ? rows : int(g.OC)) - i;
+    t.columns = columns - j;
+    t.K = A ? int(B ? g.IC : g.OC) : rows;
+    return t;
 }
 
 #if HOPPER_PASS
@@ -107,8 +112,10 @@ __device__ void produce_stages(const WideShared& shared, const CUtensorMap* a, c
             mbar_expect_tx(full, Wide::STAGE_BYTES);
             unsigned char* to = shared.stages + stage * Wide::STAGE_BYTES;
             const int depth = A ? k : t.row + k;
-            load_lines<A, Wide::ROWS>(to, a, full, A ? t.row + t.i : t.i, depth, 0);
-            load_lines<B, Wide::COLUMNS>(to + Wide::A_BYTES, b, full, t.j, depth, A ? t.e : 0);
+            const int line = A ? t.row + t.i : t.i;
+            const int matrix = A ? t.e : 0;
+            load_lines<A, Wide::ROWS>(to, a, full, line, depth, 0);
+            load_lines<B, Wide::COLUMNS>(to + Wide::A_BYTES, b, full, t.j, depth, matrix);
         }
     }
 }
@@ -131,6 +138,8 @@ __device__ __forceinline__ void consume_stages(const WideShared& shared, O* out,
     const uint32_t at = smem_u32(shared.stages);
     const uint64_t a0 = descriptor(at + me * Wide::CHUNK_BYTES, Wide::CHUNK_BYTES, 1024);
     const uint64_t b0 = descriptor(at + Wide::A_BYTES, Wide::CHUNK_BYTES, 1024);
+    constexpr int NEXT_A = (A ? 32 : 2048) / 16; // 16 of the sum: 32 bytes of a line, or 16 lines
+    constexpr int NEXT_B = (B ? 32 : 2048) / 16;
     auto hand_back = [&](unsigned stage) {
         if (threadIdx.x % 32 == 0)
             mbar_arrive(shared.empty + stage);
@@ -148,14 +157,14 @@ __device__ __forceinline__ void consume_stages(const WideShared& shared, O* out,
             if (!A && k + Wide::DEPTH > t.K)
                 clear_lines(shared.stages + stage * Wide::STAGE_BYTES, t.K - k);
 
-            // Issue the stage's products: 16 of the sum are 32 bytes of each line, or 16 lines.
+            // Issue the stage's products.
             const uint64_t behind = stage * (Wide::STAGE_BYTES / 16);
             if (!idle) {
                 wg_fence(); // within the branch: before it, ptxas would serialise the products
                 #pragma unroll
                 for (int s = 0; s < Wide::DEPTH / 16; s++)
-                    wgmma<T, Wide::COLUMNS, !A, !B>(sum, a0 + behind + s * (A ? 32 : 2048) / 16,
-                                                    b0 + behind + s * (B ? 32 : 2048) / 16, 1);
+                    wgmma<T, Wide::COLUMNS, !A, !B>(sum, a0 + behind + s * NEXT_A,
+                                                    b0 + behind + s * NEXT_B, 1);
                 wg_commit();
             }
 
@@ -172,13 +181,15 @@ __device__ __forceinline__ void consume_stages(const WideShared& shared, O* out,
         // Write the part of the tile that exists. A thread has two rows, and two columns of each 8.
         const int row = 64 * me + threadIdx.x / 32 % 4 * 16 + threadIdx.x % 32 / 4;
         const int column = 2 * (threadIdx.x % 4);
-        const size_t line = (A ? size_t(t.row) : t.e * g.OC) + t.i + row;
+        const size_t stride = B ? g.OC : g.IC;
+        const size_t line = A ? size_t(t.row) : t.e * g.OC;
+        O* to = out + (line + t.i + row) * stride + t.j;
         #pragma unroll
         for (int x = 0; x < Wide::COLUMNS / 2; x += 2) {
-            const int down = x / 2 % 2 * 8, c = x / 4 * 8 + column;
+            const int down = x / 2 % 2 * 8;
+            const int c = x / 4 * 8 + column;
             if (row + down < t.lines && c < t.columns)
-                write_pair(out + (line + down) * (B ? g.OC : g.IC) + t.j + c, sum[x], sum[x + 1],
-                           accumulate);
+                write_pair(to + down * stride + c, sum[x], sum[x + 1], accumulate);
         }
     }
 }
@@ -207,7 +218,8 @@ __global__ void __launch_bounds__(Wide::THREADS, 1)
     const int across = int(ceil_div(B ? g.OC : g.IC, size_t(Wide::COLUMNS)));
     int* first = reinterpret_cast<int*>(dynamic_shared() + Wide::STAGES * Wide::STAGE_BYTES);
     count_tiles(first, g.starts, int(g.E), across);
-    const int tiles = A ? first[g.E] : int(g.E) * tiles_of(int(g.OC)) * across;
+    const int of_weights = int(g.E) * tiles_of(int(g.OC)) * across;
+    const int tiles = A ? first[g.E] : of_weights;
     const WideShared shared = {dynamic_shared(), barriers, barriers + Wide::STAGES, first, tiles};
 
     // The first warpgroup gives its registers away; one of its threads loads.
@@ -245,11 +257,12 @@ void grouped_wgmma(O* out, const T* a, const T* b, const Groups& g, bool accumul
     CUtensorMap b_map = A ? lines_map<B, Wide::COLUMNS>(b, g.E, g.OC, g.IC)
                           : lines_map<B, Wide::COLUMNS>(b, 1, g.M, g.IC);
     size_t across = ceil_div(B ? g.OC : g.IC, size_t(Wide::COLUMNS));
-    size_t high = A ? tiles_of(int(g.M)) + g.E : g.E * tiles_of(int(g.OC)); // at most
+    size_t high = g.E * tiles_of(int(g.OC));
+    if (A) high = tiles_of(int(g.M)) + g.E; // at most
     size_t blocks = std::min(high * across, size_t(gpu_processors()));
-    launch_shared(expert_wgmma_kernel<A, B, T, O>, unsigned(blocks), Wide::THREADS,
-                  Wide::STAGES * Wide::STAGE_BYTES + (g.E + 1) * sizeof(int), stream, a_map, b_map,
-                  out, g, accumulate);
+    size_t bytes = Wide::STAGES * Wide::STAGE_BYTES + (g.E + 1) * sizeof(int);
+    launch_shared(expert_wgmma_kernel<A, B, T, O>, unsigned(blocks), Wide::THREADS, bytes, stream,
+                  a_map, b_map, out, g, accumulate);
 }
 
 // The same product by the GPU's fastest kernel. A and B as in expert_tile().

@@ -665,7 +665,10 @@ struct SlotGroups {
     size_t M;      // all slots
 
     __device__ int* counts(size_t c) const { return c ? others + c * apart : first; } // (E)
-    __device__ size_t end(size_t c) const { return c + 1 == gridDim.x ? M : (c + 1) * length; }
+    __device__ size_t end(size_t c) const {
+        bool last = c + 1 == gridDim.x;
+        return last ? M : (c + 1) * length;
+    }
 };
 
 // Block c counts the slots of each expert in group c.
@@ -737,8 +740,11 @@ static __global__ void place_slots_kernel(Slots s, SlotGroups x, const int* ids,
         size_t e = e0 + threadIdx.x;
         int count = e < E ? s.counts[e] : 0;
         int end = before + warp_prefix(count);
-        if (e < E) next[e] = end - count + (c ? x.counts(c)[e] : 0);
-        if (e < E && c == 0) s.starts[e] = end - count;
+        int earlier = e < E && c ? x.counts(c)[e] : 0;
+        if (e < E)
+            next[e] = end - count + earlier;
+        if (e < E && c == 0)
+            s.starts[e] = end - count;
         before = __shfl_sync(ALL_LANES, end, 31);
     }
     if (threadIdx.x == 0 && c == 0) s.starts[E] = before;

@@ -19,9 +19,9 @@ inline std::vector<std::string> weight_files(const std::string& model) {
     if (!std::filesystem::is_directory(model, none))
         return {model};
     std::vector<std::string> files;
-    for (const auto& each : std::filesystem::directory_iterator(model, none))
-        if (each.path().extension() == ".safetensors")
-            files.push_back(each.path().string());
+    for (const std::string& name : names_in(model))
+        if (name.ends_with(".safetensors"))
+            files.push_back(model + "/" + name);
     std::sort(files.begin(), files.end());
     return files;
 }

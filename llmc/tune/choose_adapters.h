@@ -15,7 +15,6 @@
 #include "../comm/text.h"
 #include "../trainer.h"
 #include "adapter_files.h"
-#include "named_adapters.h"
 #include "prefix_files.h"
 
 namespace llmc {

@@ -1,6 +1,6 @@
 // test_golden.cpp - golden numbers from PyTorch, and trained models of others: their logits, losses
 // and texts, computed from their own files
-#include "../../llmc/tune/named_adapters.h"
+#include "../../llmc/tune/adapter_files.h"
 #include "../../llmc/tune/prefix_files.h"
 #include "saved_models.h"
 
