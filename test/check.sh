@@ -96,8 +96,9 @@ step "no statement begins with module or import: nvcc takes them for keywords" \
 step "no loop over {a, b} has a variable of a template's type: nvcc refuses it" \
     bash -c '! grep -rnE "for \((const )?[A-Z] [a-z_]+ : \{" --include=*.h --include=*.cuh --include=*.cu llmc train_gpt.cu dev'
 step "build" make_quiet all tests-built build/bench_ops
-step "the kernels' test at full size compiles: only GPUs run it" \
-    "${CXX:-g++}" -std=c++20 -fsyntax-only -Wall -Wextra -Wno-unknown-pragmas -fopenmp -DEMULATE test/kernels/test_large.cpp
+step "what only GPUs run compiles: the kernels' test at full size, their benchmark" \
+    "${CXX:-g++}" -std=c++20 -fsyntax-only -Wall -Wextra -Wno-unknown-pragmas -fopenmp -DEMULATE -x c++ \
+    test/kernels/test_large.cpp dev/bench/kernels.cu
 step "the ceiling: test/size.py" test/size.py
 step "ladders, emulated" make_quiet DEVICE=cpu ladders
 step "operators at -O3, as the program has them" build/bench_ops --seed "$commit"

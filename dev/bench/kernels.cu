@@ -531,7 +531,7 @@ void cast_row(const char* name, size_t rows, size_t cols, Fp8Blocks blocks, bool
     std::string what = text("cast %s (%zu,%zu)", name, rows, cols);
     memory_row("fp8", what, double(3 * rows * cols + 4 * scales), [&] {
         fp8_quantise<F>(turned ? nowhere : to, turned ? to : nowhere, inverse.as<float>(), x.data,
-                        amax.as<uint32_t>(), rows, cols, blocks, late, STREAM);
+                        amax.as<uint32_t>(), rows, cols, blocks, STREAM, late);
     });
 }
 
