@@ -44,10 +44,11 @@ struct Wide {
 };
 
 struct WideTile {
-    int e, row; // the expert, and its first row
-    int i, j;   // the tile's place in the expert's rows and columns, or in dW_e
-    int lines = 0, columns = 0; // how many are left there
-    int K = 0;                  // the length of the sum
+    int e, row;      // the expert, and its first row
+    int i, j;        // the tile's place in the expert's rows and columns, or in dW_e
+    int lines = 0;   // that are left there
+    int columns = 0; // the same
+    int K = 0;       // the length of the sum
 };
 
 // Find a tile. A, B: as in expert_tile(); with A it is one of rows, otherwise of dW.
