@@ -174,7 +174,7 @@ wait
 deal "operator files alone" test/copycheck.sh
 
 # What ptxas makes of attention's overlap, which the emulator cannot see.
-deal "limits on attention's machine code" test/sass_guard_test.sh
+deal "limits on machine code" test/sass_guard_test.sh
 
 [ "$mode" = list ] && exit
 passed=$(grep -c ok "$verdicts") failed=$(grep -c FAIL "$verdicts") skipped=$(grep -c skip "$verdicts")
