@@ -41,8 +41,10 @@ NCCL_LIBS = $(call with,NCCL,-L$(CUDA_HOME)/lib -lnccl)
 # Without oneDNN, whose header nvcc 13.0 aborts on: with --device cpu such a build uses plain loops. -O1 is for the
 # host's code: GCC 12 takes half of -O3's time, and makes loops that are three times as fast without -march=native.
 # Kernels are at -O3 without being asked.
-here = $(sort $(subst .,,$(shell nvidia-smi --query-gpu=compute_cap --format=csv,noheader 2>/dev/null)))
-GPUS ?= $(if $(filter-out 80 86 89 90,$(here)),80 90a,$(patsubst 90,90a,$(or $(here),80 90)))
+ifndef GPUS # nvidia-smi is slow: it is asked once
+here := $(sort $(subst .,,$(shell nvidia-smi --query-gpu=compute_cap --format=csv,noheader 2>/dev/null)))
+GPUS := $(if $(filter-out 80 86 89 90,$(here)),80 90a,$(patsubst 90,90a,$(or $(here),80 90)))
+endif
 ifneq ($(filter 3% 5% 6% 7%,$(GPUS)),)
 $(error GPUS=$(GPUS): the kernels need 80 (Ampere) or later)
 endif

@@ -22,6 +22,7 @@ if [ -z "${GPUS:-}" ]; then
     [ "$GPUS" != 0 ] || fail "nvidia-smi lists no GPU: GPUS=0 trains on the CPU, EXPLAIN=1 says what it takes"
 fi
 [[ $GPUS =~ ^[0-9]+$ ]] || fail "GPUS=$GPUS is no number of GPUs"
+export -n GPUS # make's GPUS are architectures
 
 run() { # a command, printed so that a shell can take it
     printf '%q ' "$@" && echo

@@ -184,6 +184,8 @@ for script in "${scripts[@]}"; do
     GPUS=many "$script" >"$work/dry" 2>&1 && fail "$script takes GPUS=many"
     says "error: GPUS=many is no number"
 done
+dry env GPUS=8 bash -c '. scripts/run_common.sh; env' scripts/run_none.sh
+! grep '^GPUS=' "$work/dry" || fail "make takes a number of ranks for an architecture"
 dry env GPUS=0 scripts/run_gpt2_124M.sh
 [ -e data/gpt2 ] || says '^dev/data/tokenizer.py gpt2 $'
 says '--tokenizer data/gpt2 --eval hellaswag=data/hellaswag_val.jsonl '

@@ -222,7 +222,6 @@ __global__ void attention_backward_q_kernel(Q* dq, const AttentionOperands<T> x,
     // Load the block's queries, and the gradients of their outputs.
     load_tile(q, PLAIN_BLOCK, HS, HS,
               [&](int r) { return i0 + r < d.Tq ? x.query(b, h, i0 + r) : nullptr; });
-
     load_tile(dout, PLAIN_BLOCK, HS_v, HS_v,
               [&](int r) { return i0 + r < d.Tq ? x.gradient(b, h, i0 + r) : nullptr; });
 

@@ -46,8 +46,8 @@ struct Wide {
 struct WideTile {
     int e, row;      // the expert, and its first row
     int i, j;        // the tile's place in the expert's rows and columns, or in dW_e
-    int lines = 0;   // that are left there
-    int columns = 0; // the same
+    int lines = 0;   // how many are left from i on
+    int columns = 0; // how many are left from j on
     int K = 0;       // the length of the sum
 };
 
@@ -109,6 +109,7 @@ __device__ void produce_stages(const WideShared& shared, const CUtensorMap* a, c
             // Wait until the stage has been read. The first waits return at once.
             const unsigned stage = n % Wide::STAGES;
             mbar_wait(shared.empty + stage, (n / Wide::STAGES & 1) ^ 1);
+
             uint64_t* full = shared.full + stage;
             mbar_expect_tx(full, Wide::STAGE_BYTES);
             unsigned char* to = shared.stages + stage * Wide::STAGE_BYTES;
