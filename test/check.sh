@@ -127,7 +127,7 @@ step "exports in llama.cpp" test/io/llama_cpp_check.py
 step "configurations and tokenizers of Hugging Face" test/io/huggingface_check.py
 
 # Other mutants at each commit; `make mutate` runs all.
-step "a sample of 16 mutants turns the suite red" test/mutate 16 "$commit"
+step "a sample of 8 mutants turns the suite red" test/mutate 8 "$commit"
 
 # ----------------------------------------------------------------------------
 # sanitizers

@@ -1,12 +1,13 @@
 #!/usr/bin/env python3
-"""PyTorch on the shapes of dev/bench/kernels.cu and whole GPT-2 steps, on this GPU.
+"""PyTorch on the shapes of dev/bench/kernels.cu and whole GPT-2 steps, on this GPU; or steps of both on this CPU.
 
 usage: peers.py [attention|ops|decode|fp8|experts|gpt2|gpt2-xl] ...
+       peers.py cpu [BENCH_STEP]     GPT-2 124M, B 4: build/bench_step's step beside PyTorch's, each the fastest it took
 Prints one JSON object a line: part, what, rate, unit. Useful bytes and FLOPs are counted as the head of
 kernels.cu says. What this PyTorch lacks it skips with its reason.
 Without PyTorch or a GPU it says so and leaves with status 0.
 """
-import json, statistics, sys
+import json, re, statistics, subprocess, sys, time
 
 try:
     import torch
@@ -14,13 +15,13 @@ try:
 except ImportError:
     print("skipped: PyTorch is not installed")
     sys.exit(0)
-if not torch.cuda.is_available():
+DEVICE = "cpu" if sys.argv[1:2] == ["cpu"] else "cuda"
+if DEVICE == "cuda" and not torch.cuda.is_available():
     print("skipped: PyTorch finds no GPU")
     sys.exit(0)
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 torch.manual_seed(1)
-DEVICE = "cuda"
 
 
 def seconds(f, runs=9):
@@ -40,7 +41,7 @@ def seconds(f, runs=9):
 
 
 def row(part, what, rate, unit):
-    print(json.dumps({"part": part, "what": what, "rate": round(rate, 1), "unit": unit}), flush=True)
+    print(json.dumps({"part": part, "what": what, "rate": round(rate, 2), "unit": unit}), flush=True)
 
 
 def random(*shape, dtype=torch.bfloat16, grad=False):
@@ -204,7 +205,8 @@ class GPT2(torch.nn.Module):
         return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
 
 
-def gpt2_step(name, L, NH, C, B, T=1024):
+def gpt2_step(L, NH, C, B, T=1024, half=True):
+    """A function that takes one step, compiled: half: autocast to bf16 over masters in float, as here."""
     torch.set_float32_matmul_precision("high")
     model = GPT2(L, NH, C).to(DEVICE)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, betas=(0.9, 0.95), fused=True)
@@ -212,20 +214,50 @@ def gpt2_step(name, L, NH, C, B, T=1024):
     tokens = torch.randint(50257, (B, T + 1), device=DEVICE)
 
     def step():
-        with torch.autocast(DEVICE, dtype=torch.bfloat16):
+        with torch.autocast(DEVICE, dtype=torch.bfloat16, enabled=half):
             loss = compiled(tokens[:, :-1], tokens[:, 1:])
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
 
-    s = seconds(step, 5)
+    return step
+
+
+def on_gpu(name, L, NH, C, B, T=1024):
+    s = seconds(gpt2_step(L, NH, C, B, T), 5)
     row("step", f"{name} compiled, autocast bf16, fused AdamW, B={B} T={T}", B * T / s, "tokens/s")
 
 
+def on_cpu(bench_step, B=4):
+    def fastest(step):  # of a few steps: others use the cores too
+        spent = []
+        while len(spent) < 3 or sum(spent) < 10:
+            start = time.time()
+            step()
+            spent.append(time.time() - start)
+        return min(spent)
+
+    def ours(kind, T):
+        said = subprocess.run([bench_step, kind, str(T)], capture_output=True, text=True, check=True).stdout
+        return float(re.search(r"step ([0-9.]+) ms", said).group(1)) / 1e3
+
+    for kind in ("bf16", "fp32"):
+        for T in (1024, 64):
+            step = gpt2_step(12, 12, 768, B, T, kind == "bf16")
+            step()
+            mine, theirs = map(min, zip(*((ours(kind, T), fastest(step)) for _ in range(3))))  # in turn
+            row("cpu", f"{kind} B={B} T={T} here", B * T / mine, "tokens/s")
+            row("cpu", f"{kind} B={B} T={T} PyTorch compiled, fused AdamW", B * T / theirs, "tokens/s")
+            row("cpu", f"{kind} B={B} T={T} here / PyTorch", theirs / mine, "times")
+
+
+if DEVICE == "cpu":
+    on_cpu(sys.argv[2] if len(sys.argv) > 2 else "build/bench_step")
+    sys.exit(0)
 PARTS = {"attention": attention, "ops": ops, "decode": decode, "fp8": fp8, "experts": experts,
-         "gpt2": lambda: gpt2_step("gpt2", 12, 12, 768, 32),
-         "gpt2-xl": lambda: gpt2_step("gpt2-xl", 48, 25, 1600, 8)}
+         "gpt2": lambda: on_gpu("gpt2", 12, 12, 768, 32),
+         "gpt2-xl": lambda: on_gpu("gpt2-xl", 48, 25, 1600, 8)}
 for part in sys.argv[1:] or PARTS:
     PARTS[part]()
     torch.cuda.empty_cache()

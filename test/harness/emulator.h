@@ -67,7 +67,7 @@ void AnnotateIgnoreWritesEnd(const char* file, int line);
 
 struct dim3 {
     unsigned x, y, z;
-    dim3(unsigned x = 1, unsigned y = 1, unsigned z = 1) : x(x), y(y), z(z) {}
+    constexpr dim3(unsigned x = 1, unsigned y = 1, unsigned z = 1) : x(x), y(y), z(z) {}
 };
 struct uint3 {
     unsigned x, y, z;
@@ -224,13 +224,17 @@ struct Machine {
     const void* main_stack = nullptr;
     size_t main_stack_bytes = 0;
 
-    std::vector<std::vector<Worker>> workers; // a set of stacks for each resident block
     uint64_t random = 1;
-    std::vector<std::function<void()>> late; // writes that only the end of the launch waits for
-    char launched, done; // ThreadSanitizer's objects for the launch's start and its end
+    char launched = 0, done = 0; // ThreadSanitizer's objects for the launch's start and its end
+};
+inline constinit thread_local Machine machine; // read at every step: no call asks whether it is made
 
-    // A thread that ends gives its stacks back: a process may map only so many.
-    ~Machine() {
+// An OS thread's stacks, and the writes that only the end of its launch waits for. A thread that
+// ends gives its stacks back: a process may map only so many.
+struct Owned {
+    std::vector<std::vector<Worker>> workers; // a set for each resident block
+    std::vector<std::function<void()>> late;
+    ~Owned() {
         for (std::vector<Worker>& set : workers)
             for (Worker& w : set) {
                 munmap(w.stack, STACK_BYTES);
@@ -238,7 +242,7 @@ struct Machine {
             }
     }
 };
-inline thread_local Machine machine;
+inline thread_local Owned owned;
 
 // While an Unseen is alive ThreadSanitizer ignores this thread's reads and writes: the emulator's
 // own state is not part of the kernel under test.
@@ -446,7 +450,7 @@ struct Meeting {
 inline Meeting lanes_that_meet(const Fiber* warp, unsigned present, unsigned mask,
                                const char* what, const Site& site) {
     Meeting m;
-    for (unsigned l = 0; l < 32; l++) {
+    for (unsigned l = 32; l-- > 0;) { // the last lane is the last to arrive, in FORWARD order
         if (!(mask >> l & 1)) continue;
         const Fiber& other = warp[l];
 
@@ -457,11 +461,11 @@ inline Meeting lanes_that_meet(const Fiber* warp, unsigned present, unsigned mas
         }
         if (!other.in_operation) {
             m.complete = false;
-            continue;
+            break; // whoever arrives last looks at all
         }
 
         // A lane in another operation, or with another mask, is a mistake in the kernel.
-        bool same = other.mask == mask && !strcmp(other.what, what);
+        bool same = other.mask == mask && (other.what == what || !strcmp(other.what, what));
         if (!same || other.site.line() != site.line()) {
             error(site, "%s: lane %u is in %s at %s with mask %08x", what, l, other.what,
                   where(other.site).c_str(), other.mask);
@@ -536,17 +540,18 @@ inline void syncwarp(unsigned mask, const Site& site) {
 }
 
 // ----------------------------------------------------------------------------
-// shared memory: one arena a block, all NaN at first, with gaps between arrays for AddressSanitizer
+// shared memory: one arena a block, with gaps between arrays for AddressSanitizer
 
-// Reserve `bytes` in the arena, followed by a gap of 128 bytes.
+// Reserve `bytes` in the arena, all NaN, followed by a gap of 128 bytes.
 inline void* take_shared(Block& b, size_t bytes, size_t align) {
     size_t at = (b.arena_used + align - 1) / align * align;
     if (at + bytes + 128 > ARENA_BYTES) {
         error(Site::current(), "%zu bytes of shared memory are more than a block has", bytes);
         at = 0;
     }
-    b.arena_used = at + bytes + 128;
     EMULATOR_ASAN(__asan_unpoison_memory_region(b.arena + at, bytes);)
+    memset(b.arena + at, 0xff, bytes); // NaN in every floating-point type
+    b.arena_used = at + bytes + 128;
     return b.arena + at;
 }
 
@@ -628,8 +633,8 @@ inline void start_block(Block& b, size_t number, size_t slot, size_t shared_byte
     // Make the stacks that this slot still lacks.
     dim3 size = machine.block;
     unsigned n = size.x * size.y * size.z;
-    if (machine.workers.size() <= slot) machine.workers.resize(slot + 1);
-    std::vector<Worker>& workers = machine.workers[slot];
+    if (owned.workers.size() <= slot) owned.workers.resize(slot + 1);
+    std::vector<Worker>& workers = owned.workers[slot];
     while (workers.size() < n)
         workers.push_back(make_worker());
 
@@ -645,11 +650,9 @@ inline void start_block(Block& b, size_t number, size_t slot, size_t shared_byte
         f.sp = first_stack_pointer(*f.worker);
     }
 
-    // Allocate fresh memory for each block, so that ThreadSanitizer does not see two blocks share
-    // it. Fill it with ones, which is NaN in every floating-point type.
+    // Fresh memory for each block: else ThreadSanitizer would see two blocks share it.
     b.arena_start = malloc(ARENA_BYTES + 1024);
     b.arena = reinterpret_cast<unsigned char*>((uintptr_t(b.arena_start) + 1023) / 1024 * 1024);
-    memset(b.arena, 0xff, ARENA_BYTES);
     EMULATOR_ASAN(__asan_poison_memory_region(b.arena, ARENA_BYTES);)
     b.dynamic_bytes = shared_bytes;
     take_shared(b, shared_bytes, 1024);
@@ -778,18 +781,13 @@ inline void run_blocks(size_t shared_bytes) {
 // ----------------------------------------------------------------------------
 // launches
 
-// Whether a launch is within CUDA's limits and this GPU's shared memory.
-inline bool launch_fits(dim3 grid, dim3 block, size_t shared_bytes) {
+// Whether a launch is within CUDA's limits and this GPU's shared memory; if not, reports it.
+inline bool check_launch(dim3 grid, dim3 block, size_t shared_bytes) {
     size_t threads = size_t(block.x) * block.y * block.z;
     bool block_fits = threads > 0 && threads <= 1024 && block.z <= 64;
     bool some = grid.x > 0 && grid.y > 0 && grid.z > 0;
     bool grid_fits = grid.x <= 0x7fffffff && grid.y <= 65535 && grid.z <= 65535;
-    return block_fits && some && grid_fits && shared_bytes <= gpu.block_shared_bytes;
-}
-
-// Report a launch that is not within the limits. Returns whether it is.
-inline bool check_launch(dim3 grid, dim3 block, size_t shared_bytes) {
-    if (launch_fits(grid, block, shared_bytes)) return true;
+    if (block_fits && some && grid_fits && shared_bytes <= gpu.block_shared_bytes) return true;
     error(Site::current(),
           "invalid launch: grid (%u,%u,%u), block (%u,%u,%u), %zu bytes of shared memory", grid.x,
           grid.y, grid.z, block.x, block.y, block.z, shared_bytes);
@@ -814,8 +812,8 @@ void run_grid(dim3 grid, dim3 block, size_t shared_bytes, F kernel) {
     EMULATOR_TSAN(__tsan_acquire(&machine.done);)
 
     // Run the writes that nothing has waited for, the last first.
-    for (; !machine.late.empty(); machine.late.pop_back())
-        machine.late.back()();
+    for (; !owned.late.empty(); owned.late.pop_back())
+        owned.late.back()();
 }
 
 } // namespace emulator

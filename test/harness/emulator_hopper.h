@@ -618,7 +618,7 @@ inline void thread_returns(Fiber& f) {
         if (!settings.latest) continue;
         for (Store& store : group.stores) {
             store.read_shared();
-            machine.late.push_back([late = std::move(store)]() mutable { late.write_global(); });
+            owned.late.push_back([late = std::move(store)]() mutable { late.write_global(); });
         }
     }
 }

@@ -11,7 +11,7 @@ small tokenizer.json of each kind, made by tokenizers; the tokens of awkward tex
 refuses it must refuse by one line. Anything else is a silent difference, and the exit status says so.
 All hold with transformers 5.24.0 and tokenizers 0.23.3.
 """
-import json, os, random, re, shutil, struct, subprocess, sys, tempfile
+import functools, json, multiprocessing, os, random, re, shutil, struct, subprocess, sys, tempfile
 
 os.environ.update(TRANSFORMERS_VERBOSITY="error", HF_HUB_OFFLINE="1", TOKENIZERS_PARALLELISM="false")
 try:
@@ -500,62 +500,60 @@ def check_tokenizer(folder, kind):
     return ""
 
 
-# ---- all of them
+# ---- all of them, two at a time
 
-def report(name, check, counts):
+CHECKS = []  # a name, and a function that says what is wrong
+
+
+def verdict_on(number):
+    """A name, its state and why: ok, FAIL, refused by one line of ours, theirs where there is nothing to compare with."""
+    name, check = CHECKS[number]
     try:
         wrong = check()
-        state = "FAIL" if wrong else "ok"
+        return name, "FAIL" if wrong else "ok", wrong
     except PermissionError as e:
-        # A refusal is one line of ours, which names what is not built.
         wrong = str(e).split("error: ", 1)[-1]
-        state = "refused" if "\n" not in wrong and "error: " in str(e) else "FAIL"
+        return name, "refused" if "\n" not in wrong and "error: " in str(e) else "FAIL", wrong
     except TheirsFails as e:
-        wrong, state = str(e), "theirs"
-    counts[state] = counts.get(state, 0) + 1
-    print(f"{state:8}{name}{': ' + wrong[-150:] if wrong else ''}", flush=True)
+        return name, "theirs", str(e)
+
+
+def check_config(folder, config, data, ending=""):
+    """Make the folder of a configuration and check it, or with ending .saved only what transformers saves."""
+    try:
+        refused = make_model(folder, config)
+        if not refused:
+            return check_model(folder + ending, data)
+        rc, _, error = run("--model", folder, "--device", "cpu", "--steps", 0, "--sample-tokens", 0)
+        if rc and not ending:
+            raise PermissionError(error)
+        raise TheirsFails(f"transformers: {refused[-100:]}")
+    finally:
+        for each in ("", ".export", ".saved", ".saved.export"):
+            shutil.rmtree(folder + each, ignore_errors=True)
 
 
 def main():
-    counts = {}
     with tempfile.TemporaryDirectory() as scratch:
         data = f"{scratch}/data.txt"
         open(data, "w").write(PROMPT * 100)
         open(data + ".val.txt", "w").write(TEXT)
-
-        # Models. Where transformers refuses there is nothing to compare with.
         for number, (family, more) in enumerate(configurations()):
-            folder = f"{scratch}/model{number}"
-            name = f"{family['model_type']} {json.dumps(more) if more else ''}"
-            refused = make_model(folder, dict(family, **more))
-            if refused:
-                rc, _, error = run("--model", folder, "--device", "cpu", "--steps", 0, "--sample-tokens", 0)
-                state = "refused" if rc and "error: " in error else "theirs"
-                counts[state] = counts.get(state, 0) + 1
-                print(f"{state:8}{name}: transformers: {refused[-100:]}")
-            else:
-                report(name, lambda: check_model(folder, data), counts)
-            for ending in ("", ".export", ".saved"):
-                shutil.rmtree(folder + ending, ignore_errors=True)
-
-        # Configurations at random, as their classes save them.
+            CHECKS.append((f"{family['model_type']} {json.dumps(more) if more else ''}",
+                           functools.partial(check_config, f"{scratch}/model{number}", dict(family, **more), data)))
         for number, family in enumerate(list(EVERY_FAMILY) * DRAWN):
-            draw = random.Random(number)
-            config = drawn(family, draw)
-            folder = f"{scratch}/drawn{number}"
-            name = f"{family['model_type']} drawn {number} {json.dumps({k: v for k, v in config.items() if family.get(k) != v})}"
-            refused = make_model(folder, config)
-            if refused:
-                counts["theirs"] = counts.get("theirs", 0) + 1
-                print(f"theirs  {name}: transformers: {refused[-100:]}")
-            else:
-                report(name, lambda: check_model(folder + ".saved", data), counts)
-            for ending in ("", ".saved", ".saved.export"):
-                shutil.rmtree(folder + ending, ignore_errors=True)
-
-        # Tokenizers.
+            config = drawn(family, random.Random(number))
+            keys = json.dumps({k: v for k, v in config.items() if family.get(k) != v})
+            CHECKS.append((f"{family['model_type']} drawn {number} {keys}",
+                           functools.partial(check_config, f"{scratch}/drawn{number}", config, data, ".saved")))
         for number, (name, kind) in enumerate(tokenizer_kinds()):
-            report(f"tokenizer.json, {name}", lambda: check_tokenizer(f"{scratch}/tokenizer{number}", kind), counts)
+            CHECKS.append((f"tokenizer.json, {name}", functools.partial(check_tokenizer, f"{scratch}/tokenizer{number}", kind)))
+
+        counts = {}
+        with multiprocessing.get_context("fork").Pool(2) as pool:
+            for name, state, why in pool.imap(verdict_on, range(len(CHECKS))):
+                counts[state] = counts.get(state, 0) + 1
+                print(f"{state:8}{name}{': ' + why[-150:] if why else ''}", flush=True)
     print(", ".join(f"{n} {state}" for state, n in counts.items()))
     sys.exit(counts.get("FAIL", 0) > 0)
 

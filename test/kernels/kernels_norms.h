@@ -25,6 +25,7 @@ template <typename T> void layernorm_kernels(Check& c) {
     for (NormCase s : norm_cases())
         for (bool accumulate : {false, true}) {
             size_t N = s.N, C = s.C;
+            if (C > 2056 && accumulate != (s.shift == 1)) continue; // long: a thousand blocks
             CASE(c, "layernorm %s N=%zu C=%zu shift=%zu", type_word(T()), N, C, s.shift);
             auto x = rounded<T>(normals(c, N * C)), dout = rounded<T>(normals(c, N * C));
             auto w = rounded<T>(normals(c, C)), b = rounded<T>(normals(c, C));
@@ -90,6 +91,7 @@ template <typename T> void rmsnorm_kernels(Check& c) {
     for (NormCase s : norm_cases())
         for (bool accumulate : {false, true}) {
             size_t N = s.N, C = s.C;
+            if (C > 2056 && accumulate != (s.shift == 1)) continue; // long: a thousand blocks
             CASE(c, "rmsnorm %s N=%zu C=%zu shift=%zu", type_word(T()), N, C, s.shift);
             auto x = rounded<T>(normals(c, N * C)), w = rounded<T>(normals(c, C));
             auto dout = rounded<T>(normals(c, N * C)), dres = rounded<T>(normals(c, N * C));
