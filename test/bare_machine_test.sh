@@ -125,7 +125,7 @@ says "FAIL    bench nf4: status 1"
 
 # One kernel hangs and one crashes: the rows behind them run.
 rm "$root"/tmp/gpu_*
-! there $cuda "STUB_HANG=adamw STUB_CRASH=gelu LD_LIBRARY_PATH=/stub $check --lease 480 --only kernels" >"$work/log" || exit 1
+! there $cuda "STUB_HANG=AdamW STUB_CRASH=gelu LD_LIBRARY_PATH=/stub $check --lease 480 --only kernels" >"$work/log" || exit 1
 grep -E 'adamw|gelu' "$work/log"
 says "test_kernels: gelu bf16: status 134"
 grep -qE "FAIL    test_kernels: adamw.*: more than [0-9]+ s" "$work/log" || { cat "$work/log"; exit 1; }

@@ -7,7 +7,7 @@ Prints one JSON object a line: part, what, rate, unit. Useful bytes and FLOPs ar
 kernels.cu says. What this PyTorch lacks it skips with its reason.
 Without PyTorch or a GPU it says so and leaves with status 0.
 """
-import json, re, statistics, subprocess, sys, time
+import json, os, re, statistics, subprocess, sys, time
 
 try:
     import torch
@@ -253,7 +253,10 @@ def on_cpu(bench_step, B=4):
 
 
 if DEVICE == "cpu":
-    on_cpu(sys.argv[2] if len(sys.argv) > 2 else "build/bench_step")
+    bench_step = sys.argv[2] if len(sys.argv) > 2 else "build/bench_step"
+    if not os.path.exists(bench_step):
+        sys.exit(f"{bench_step} is not there: `make build/bench_step` builds it")
+    on_cpu(bench_step)
     sys.exit(0)
 PARTS = {"attention": attention, "ops": ops, "decode": decode, "fp8": fp8, "experts": experts,
          "gpt2": lambda: on_gpu("gpt2", 12, 12, 768, 32),
