@@ -83,8 +83,7 @@ inline void handle_signal(int number, void (*handler)(int)) {
     sigaction(number, &action, nullptr);
 }
 
-// Lets signals wait for the end of a step while it lives. Each thread as a rank has one; the first
-// sets the handlers, and the last restores the default actions.
+// Lets signals wait for a step's end. Of the ranks' the first sets handlers, the last ends them.
 struct CatchSignals {
     static inline std::atomic<int> alive = 0;
     CatchSignals() {
@@ -96,7 +95,8 @@ struct CatchSignals {
     ~CatchSignals() {
         if (--alive > 0) return;
         for (int number : STOP_SIGNALS)
-            handle_signal(number, SIG_DFL);
+            if (number != SIGXCPU || stop_signal != SIGXCPU) // the system repeats it until the exit
+                handle_signal(number, SIG_DFL);
     }
 };
 
