@@ -83,7 +83,7 @@ inline void handle_signal(int number, void (*handler)(int)) {
     sigaction(number, &action, nullptr);
 }
 
-// Lets signals wait for a step's end. Of the ranks' the first sets handlers, the last ends them.
+// Lets signals wait for a step's end. Each rank has one: the first sets handlers, the last ends it.
 struct CatchSignals {
     static inline std::atomic<int> alive = 0;
     CatchSignals() {
@@ -95,7 +95,7 @@ struct CatchSignals {
     ~CatchSignals() {
         if (--alive > 0) return;
         for (int number : STOP_SIGNALS)
-            if (number != SIGXCPU || stop_signal != SIGXCPU) // the system repeats it until the exit
+            if (number != SIGXCPU || !stop_signal) // the system repeats it until the exit
                 handle_signal(number, SIG_DFL);
     }
 };

@@ -227,7 +227,7 @@ struct Machine {
     uint64_t random = 1;
     char launched = 0, done = 0; // ThreadSanitizer's objects for the launch's start and its end
 };
-inline constinit thread_local Machine machine; // read at every step: no call asks whether it is made
+inline constinit thread_local Machine machine; // constinit: no read asks whether it is made
 
 // An OS thread's stacks, and the writes that only the end of its launch waits for. A thread that
 // ends gives its stacks back: a process may map only so many.
@@ -547,7 +547,7 @@ inline void* take_shared(Block& b, size_t bytes, size_t align) {
     size_t at = (b.arena_used + align - 1) / align * align;
     if (at + bytes + 128 > ARENA_BYTES) {
         error(Site::current(), "%zu bytes of shared memory are more than a block has", bytes);
-        at = 0;
+        at = 0, bytes = ARENA_BYTES - 128;
     }
     EMULATOR_ASAN(__asan_unpoison_memory_region(b.arena + at, bytes);)
     memset(b.arena + at, 0xff, bytes); // NaN in every floating-point type
