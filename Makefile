@@ -86,7 +86,8 @@ TESTS = $(STEP_TESTS) test_simulator test_pipeline test_comm test_nccl test_run 
 KERNEL_TESTS = test_kernels test_attention_kernels test_attention_sm90
 EMULATED = test_emulator $(KERNEL_TESTS)
 SLOW = test_layouts test_kernels test_offload $(filter test_attention%,$(KERNEL_TESTS)) test_life test_device test_memory # first
-LADDERS = $(addprefix $(BUILD)/$(if $(filter cuda,$(DEVICE)),gpu/)ladder_,layernorm_forward attention_forward matmul)
+LADDERS = $(patsubst dev/cuda/%.cu,ladder_%,$(wildcard dev/cuda/*.cu))
+LADDERS_HERE = $(addprefix $(BUILD)/$(if $(filter cuda,$(DEVICE)),gpu/),$(LADDERS))
 .PHONY: run test check bench ladders gpu lease dist copycheck mutate clean setup found all tests-built
 vpath %.cpp test/kernels test/step test/io test/harness
 -include $(wildcard $(BUILD)/*.d $(BUILD)/gpu/*.d)
@@ -121,19 +122,17 @@ bench:
 	$(BUILD)/bench_step
 	$(BUILD)/bench_disk
 # An operator from a naive kernel to what the project runs: checked everywhere, measured on a GPU.
-ladders: $(LADDERS)
-	@for ladder in $(LADDERS); do echo $$ladder; $$ladder || exit 1; done
+ladders: $(LADDERS_HERE)
+	@for ladder in $(LADDERS_HERE); do echo $$ladder; $$ladder || exit 1; done
 tests-built: all $(addprefix $(BUILD)/,test_ops $(TESTS) $(EMULATED))
 # Everything that a machine with a GPU runs, and what it was built from.
 built = commit $$(git describe --always --dirty), CUDA $$($(NVCC) --version | sed -n 's/.*release \([0-9.]*\).*/\1/p')
-gpu: $(addprefix $(BUILD)/gpu/,train_gpt $(KERNEL_TESTS) test_large test_device test_comm bench_kernels \
-    ladder_layernorm_forward ladder_attention_forward ladder_matmul)
+gpu: $(addprefix $(BUILD)/gpu/,train_gpt $(KERNEL_TESTS) test_large test_device test_comm bench_kernels $(LADDERS))
 	@echo "$(built)" >$(BUILD)/gpu/built
 # One archive for a Hopper machine with CUDA's libraries and none of ours: programs, what scripts/gpu_check.sh reads,
 # and llm.c's program and tokens, if they are in build/lease/gpu/peer. Then the command to type there.
 LEASE = $(BUILD)/lease
-LEASE_PROGRAMS = train_gpt $(KERNEL_TESTS) test_large test_device bench_kernels ladder_layernorm_forward \
-    ladder_attention_forward ladder_matmul
+LEASE_PROGRAMS = train_gpt $(KERNEL_TESTS) test_large test_device bench_kernels $(LADDERS)
 lease:
 	@$(MAKE) --no-print-directory BUILD=$(LEASE) GPUS=90a MPI=0 CUDART=shared $(addprefix $(LEASE)/gpu/,$(LEASE_PROGRAMS))
 	@rm -rf $(LEASE)/lease; mkdir -p $(LEASE)/lease/gpu

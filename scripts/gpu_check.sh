@@ -61,6 +61,8 @@ plan="
 18 ladders    30 -                    passes ladder_layernorm_forward
 18 ladders    30 -                    passes ladder_attention_forward
 18 ladders    30 -                    passes ladder_matmul
+18 ladders    30 -                    passes ladder_fp8_cast
+18 ladders    30 -                    passes ladder_cross_entropy
 19 large      60 -                    table test_large
 20 multi      60 -                    multi
 "

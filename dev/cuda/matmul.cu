@@ -5,17 +5,19 @@
 //   TFLOP/s). So memory is no limit, if each byte that is fetched is used often enough. What limits
 //   a rung is what stands between memory and the multipliers.
 //
-//   rung                                 H200, TFLOP/s, M = N = K = 4096
-//     1  one thread an output
-//     2  tiles in shared memory
-//     3  8 x 8 outputs a thread
-//     4  tensor cores, by mma.sync
-//     5  cuBLASLt, by llmc/ops/matmul.cuh
+//   rung                                 at most  H200, TFLOP/s, M = N = K = 4096
+//     1  one thread an output                  2
+//     2  tiles in shared memory                8
+//     3  8 x 8 outputs a thread               67
+//     4  tensor cores, by mma.sync           613
+//     5  TMA and wgmma, one expert of ours   930
+//     6  cuBLASLt, by llmc/ops/matmul.cuh    989
 //
 //   make ladders, or by hand
 //     g++ -std=c++20 -O1 -DEMULATE -x c++ dev/cuda/matmul.cu -lpthread       checks
 //     nvcc -std=c++20 -O3 -arch=sm_90a dev/cuda/matmul.cu -lcublasLt         checks and measures
 #include "../../llmc/ops/elements.h"
+#include "../../llmc/ops/grouped_sm90.cuh"
 #include "../../llmc/ops/hopper.cuh"
 #include "../../llmc/ops/matmul.cuh"
 #include "../../llmc/ops/mma.cuh"
@@ -29,7 +31,8 @@ struct Linear {
     T* out;                // (M,N)
     const T *inp, *weight; // (M,K) (N,K)
     size_t M, N, K;
-    Blas* blas; // of rung 5
+    const int* starts; // (2) 0, M: the rows of rung 5's expert
+    Blas* blas;        // of rung 6
 };
 
 // ----------------------------------------------------------------------------
@@ -240,10 +243,22 @@ static void tensor_cores(const Linear& a, cudaStream_t stream) {
 }
 
 // ----------------------------------------------------------------------------
-// 5. The project's own way: cuBLASLt, its algorithm chosen by measuring.
-//   On Hopper its kernels use what no rung above has: wgmma, which alone reaches the full rate
-//   there, products of 64 rows and more straight from shared memory; TMA, one instruction of which
-//   loads a tile; clusters, whose blocks share tiles.
+// 5. TMA and wgmma: the experts' kernel of llmc/ops/grouped_sm90.cuh, with one expert. (On other GPUs
+//   the call runs grouped_mma.cuh.)
+//   mma.sync reaches 62% of Hopper's rate; wgmma, 64 rows and more straight from shared memory, all
+//   of it. One thread loads 128 x 64 and 256 x 64 of the operands by TMA, 48 KB for 1024 clocks of
+//   tensor cores, up to four such stages ahead of two warpgroups that only multiply. The 512 tiles
+//   take four turns of 132 SMs, 97% full, and each ends with 64 KB of outputs that nothing covers,
+//   some 3%.
+
+static void wgmma_tiles(const Linear& a, cudaStream_t stream) {
+    grouped_tensor_cores<true, true>(a.out, a.inp, a.weight, {a.starts, 1, a.N, a.K, a.M}, false,
+                                     stream);
+}
+
+// ----------------------------------------------------------------------------
+// 6. The project's own way: cuBLASLt, its algorithm chosen by measuring.
+//   Its kernels also have clusters, whose blocks share tiles, and tiles by the shape.
 
 static void cublaslt(const Linear& a, cudaStream_t stream) {
     Product p = {a.M, a.N, a.K, {a.K, 1}, {1, a.K}, a.N};
@@ -260,6 +275,7 @@ static const Rung<Run> ladder[] = {{"one thread an output", thread_an_output},
                                    {"tiles in shared memory", shared_tiles},
                                    {"8 x 8 outputs a thread", register_tiles},
                                    {"tensor cores, by mma.sync", tensor_cores},
+                                   {"TMA and wgmma, one expert of ours", wgmma_tiles},
                                    {"cuBLASLt, by llmc/ops/matmul.cuh", cublaslt}};
 
 static void check(Check& c, Run run, size_t M, size_t N, size_t K) {
@@ -272,16 +288,18 @@ static void check(Check& c, Run run, size_t M, size_t N, size_t K) {
 
     every_order(c, [&](Outputs& o) {
         Array<T> out(M * N), inp(x), weight(w);
+        Array<int> starts(std::vector<double>{0, double(M)});
         Array<unsigned char> scratch(PRODUCT_WORKSPACE);
         Blas blas;
         blas_scratch(blas, scratch.data, scratch.n);
-        run({out.data, inp.data, weight.data, M, N, K, &blas}, nullptr);
+        run({out.data, inp.data, weight.data, M, N, K, starts.data, &blas}, nullptr);
         o.add("out", out, want, tolerance<T>(K));
     });
 }
 
 static double seconds(Run run, size_t M, size_t N, size_t K) {
     Array<T> out(M * N), inp(M * K), weight(N * K);
+    Array<int> starts(std::vector<double>{0, double(M)});
     Array<unsigned char> scratch(PRODUCT_WORKSPACE);
     Blas blas;
     blas_scratch(blas, scratch.data, scratch.n);
@@ -289,7 +307,8 @@ static double seconds(Run run, size_t M, size_t N, size_t K) {
     fill_random(weight);
 
     // Let cuBLASLt choose its algorithm before the clock runs.
-    auto once = [&] { run({out.data, inp.data, weight.data, M, N, K, &blas}, nullptr); };
+    Linear a = {out.data, inp.data, weight.data, M, N, K, starts.data, &blas};
+    auto once = [&] { run(a, nullptr); };
     blas_rehearse(blas, true, cudaStream_t{});
     once();
     blas_rehearse(blas, false, cudaStream_t{});

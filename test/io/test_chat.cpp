@@ -64,8 +64,7 @@ static std::string shown(const Tokenizer& t, const ChatTokens& c) {
 }
 
 // A format by its name, with a tokenizer that has its tokens. A template of `folder` counts too.
-static Chat chat_of(const Tokenizer& t, const std::string& format,
-                    const std::string& folder = "") {
+static Chat chat_of(const Tokenizer& t, const std::string& format, const std::string& folder = "") {
     Chat chat;
     EXPECT_EQ(choose_chat(&chat, format, folder, t), "");
     return chat;

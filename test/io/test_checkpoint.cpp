@@ -152,8 +152,7 @@ TEST_F(Checkpoints, KeepRemovesOlderCheckpoints) {
     EXPECT_EQ(load_checkpoint(*m, dir).info.cursor, 44u);
 
     // A run that went back keeps the newer steps.
-    ASSERT_EQ(checkpoint_save(m->t, {3, 33, 0, {}}, dir, 1),
-              "");
+    ASSERT_EQ(checkpoint_save(m->t, {3, 33, 0, {}}, dir, 1), "");
     EXPECT_EQ(checkpoint_steps(dir), (std::vector<int64_t>{4, 3}));
 
     ASSERT_EQ(checkpoint_save(m->t, {10, 10, 0, {}}, dir, 1), "");

@@ -748,6 +748,7 @@ TEST(Experts, BalanceIsThatOfTheWorstBlock) {
     EXPECT_DOUBLE_EQ(b.max_vio, 1);
     EXPECT_DOUBLE_EQ(b.least, 0.5);
     EXPECT_EQ(expert_balance({0, 0, 0}, 3).max_vio, -1);
+    EXPECT_EQ(expert_balance({0, 0, 0}, 3).least, 0);
     EXPECT_EQ(expert_balance({}, 0).max_vio, -1);
 }
 
@@ -761,6 +762,7 @@ TEST(Experts, BiasesFollowTheLoads) {
     ChoiceBiases biases = read_choice_biases(f.t);
     ASSERT_EQ(biases.size(), s.L);
     EXPECT_TRUE(biases[0].empty()); // the first block is dense
+    EXPECT_EQ(expert_loads(f.t, 1), address<int>(f.t, {Kind::LOADS}));
     biases[1].assign(s.experts.E, 0), biases[2] = biases[1];
     move_choice_biases(f.t, biases, {0, 0, 0, 0, 0, 0, 3, 2, 1, 2, 2, 2, 0, 0, 0, 0, 0, 6}, 0.5f);
     EXPECT_EQ(biases[1], (std::vector<float>{-0.5, 0, 0.5, 0, 0, 0}));
