@@ -1081,7 +1081,7 @@ TEST(Rollouts, AreTheSameInEveryLayout) {
         EXPECT_EQ(got[7], 0);
         EXPECT_EQ(got[8], 0);
     }
-    EXPECT_GT(first[9 + 7], 1e-3); // the second update has left the reference,
+    EXPECT_GT(std::min(first[9 + 7], first[18 + 7]), 1e-3); // later updates leave the reference,
     EXPECT_GT(first[9 + 8], 0.01); // and some tokens have gone too far;
     EXPECT_EQ(first[0], first[9]); // but its answers are the first update's
 

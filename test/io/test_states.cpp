@@ -99,6 +99,12 @@ TEST(Rounding, IsUnbiased) {
         double up = (x - low) / (high - low);
         double sigma = std::fabs(high - low) * std::sqrt(up * (1 - up) / N);
         EXPECT_LT(std::fabs(sum / N), 4 * sigma) << x;
+
+        // A piece of a tensor draws by the index in the whole.
+        TensorRow row = {.offset = 0, .n = 64, .start = 2, .run = 4, .gap = 3};
+        for (size_t i = 0; i < row.n; i++)
+            EXPECT_EQ(to_float(Bf16Moment<ROUND_M>{nullptr, true, 5}.rounded(x, random, row, i)),
+                      to_float(round_stochastic<bf16>(x, random(2 + i + i / 4 * 3))));
     }
 }
 

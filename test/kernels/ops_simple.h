@@ -877,7 +877,7 @@ inline void adamw_test(Check& c) {
     std::vector<float> wf = as<float>(w), mf(n), vf(n), master = wf, mb(n), vb(n), sgd = wf;
     std::vector<bf16> wb = as<bf16>(w);
     AdamW h = {0.01f, 0.9f, 0.95f, 1e-8f, 0.1f};
-    TensorRow row = {0, n};
+    TensorRow row = {.offset = 0, .n = n, .rate = 4};
 
     // Three steps, with the paper's formulas in double beside them.
     for (int64_t step = 1; step <= 3; step++) {
@@ -912,12 +912,12 @@ inline void adamw_test(Check& c) {
     sgd_update(wf.data(), nullptr, g.data(), &row, 1, 0.1f, 0.1f, &broken, CPU);
     expect(c, wf == before, "a step that is not finite wrote something");
 
-    // SGD with weight decay.
+    // SGD with weight decay, at four times the step's rate.
     StepScale scale = {0, 0.5f, 1, 1};
     sgd_update(sgd.data(), nullptr, g.data(), &row, 1, 0.1f, 0.2f, &scale, CPU);
     Doubles expected = w;
-    for (double& x : expected) x -= double(0.1f) * (0.5 + double(0.2f) * x);
-    close(c, "sgd", sgd, expected, tolerance<float>(1), 0.1); // the step is 0.05
+    for (double& x : expected) x -= 4 * double(0.1f) * (0.5 + double(0.2f) * x);
+    close(c, "sgd", sgd, expected, tolerance<float>(1), 0.4); // the step is 0.2
 }
 
 // An update without a StepScale equals an update with {scale 1, finite, step}.

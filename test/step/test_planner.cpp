@@ -1192,6 +1192,7 @@ TEST(Planner, ALayoutIsItsFlags) {
     // The user's own --offload stands in the command already.
     p.given.insert("offload");
     EXPECT_FALSE(has(layout_flags_text(p), "--offload"));
+    EXPECT_TRUE(has(layout_flags_text(Config()), "--micro-batch"));
 }
 
 // Where float masters do not fit, remainders may: the planner takes them then, and only then. Where
