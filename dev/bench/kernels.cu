@@ -258,7 +258,7 @@ template <typename T> void elementwise(const char* type) {
                [&] { column_sums(sums.data, a.data, scratch.data, N, C, true, STREAM); });
 }
 
-// The logits are read once and their gradient is written once, over them.
+// The logits are read once, in steps twice, and their gradient is written once, over them.
 template <typename T> void crossentropy(const char* type, size_t V) {
     size_t N = sized(8192), Vp = round_up(V, 128);
     double bytes = 2.0 * double(N * V * sizeof(T));
@@ -272,7 +272,7 @@ template <typename T> void crossentropy(const char* type, size_t V) {
     });
 
     // Ranks that share a vocabulary go in steps, between which they add up their sums.
-    memory_row("head", "cross-entropy in steps " + shape, bytes, [&] {
+    memory_row("head", "cross-entropy in steps " + shape, 1.5 * bytes, [&] {
         crossentropy_max_sum(max.data, sum.data, target.data, logits.data, targets.data, N, V, Vp,
                              STREAM);
         crossentropy_loss(losses.data, max.data, sum.data, target.data, targets.data, N, STREAM);

@@ -13,11 +13,14 @@
 //             only -inf has the loss NaN. Bitwise repeatable. total gives the same bits in all
 //             versions; forward_backward gives the bits of max_sum, loss and backward.
 //   Cost: memory-bound: max, sum and max_sum read the logits, backward reads and writes them.
-//   To copy: this file, fast_math.h, types.h and cuda_common.h.
+//         forward_backward reads them once from memory and once from the L2 cache, and writes them
+//         once: its rows in flight fit 40 MB, up to 300 KB a row where there are 132 processors.
+//   To copy: this file, fast_math.h, gpu.h, types.h and cuda_common.h.
 #pragma once
 #include <algorithm>
 #include "cuda_common.h"
 #include "fast_math.h"
+#include "gpu.h"
 #include "types.h"
 
 namespace llmc {
@@ -64,6 +67,12 @@ struct GradientScale {
         return slope > 0 ? slope * std::sqrt(slope) : 0;
     }
 };
+
+// Whether this shard has the target, and its column (`own`).
+LLMC_HD inline bool in_shard(int target, size_t vocab_start, size_t V, size_t* own) {
+    *own = size_t(target) - vocab_start;
+    return target >= 0 && size_t(target) >= vocab_start && *own < V;
+}
 
 // ----------------------------------------------------------------------------
 // CPU
@@ -121,9 +130,8 @@ void crossentropy_sum(acc_t<T>* sum_exp, acc_t<T>* target_logit, // (N) (N)
 
         // Take the target's logit if this shard has it. Other shards give 0, so the sum over shards
         // is the target's logit.
-        int64_t own = int64_t(targets[n]) - int64_t(vocab_start);
-        bool here = targets[n] >= 0 && own >= 0 && own < int64_t(V);
-        target_logit[n] = here ? to_acc(l[own]) : 0;
+        size_t own;
+        target_logit[n] = in_shard(targets[n], vocab_start, V, &own) ? to_acc(l[own]) : 0;
     }
 }
 
@@ -155,29 +163,25 @@ void crossentropy_backward(T* logits, const int* targets,                    // 
 
         // Keep the target's logit: the loop below overwrites it.
         acc_t<T> m = row_max[n], factor = scale / sum_exp[n];
-        int64_t own = int64_t(targets[n]) - int64_t(vocab_start);
-        bool here = own >= 0 && own < int64_t(V);
+        size_t own;
+        bool here = in_shard(targets[n], vocab_start, V, &own);
         acc_t<T> target = here ? to_acc(l[own]) : 0;
+        std::fill(l + V, l + Vp, from_acc<T>(0)); // the padding
 
         // With a softcap, multiply each logit's gradient by the slope of the cap.
         for (size_t v = 0; gradient_scale.softcap != 0 && v < V; v++) {
             acc_t<T> x = to_acc(l[v]);
             acc_t<T> d = fast_exp_nonpositive(x - m) * factor;
-            if (here && size_t(own) == v)
+            if (here && own == v)
                 d -= scale;
             l[v] = from_acc<T>(d * gradient_scale.cap_slope(x));
         }
-        if (gradient_scale.softcap != 0) {
-            std::fill(l + V, l + Vp, from_acc<T>(0));
-            continue;
-        }
+        if (gradient_scale.softcap != 0) continue;
 
-        // Write the probabilities, one less at the target, and zeros in the padding.
+        // Write the probabilities, one less at the target.
         #pragma omp simd
         for (size_t v = 0; v < V; v++)
             l[v] = from_acc<T>(fast_exp_nonpositive(to_acc(l[v]) - m) * factor);
-        for (size_t v = V; v < Vp; v++)
-            l[v] = from_acc<T>(0);
         if (here)
             l[own] = from_acc<T>(fast_exp_nonpositive(target - m) * factor - scale);
     }
@@ -242,6 +246,16 @@ void crossentropy_total(double* total, const A* losses, size_t N, Cpu) {
 constexpr int CROSSENTROPY_WARPS = 16; // a block has one row
 constexpr unsigned CROSSENTROPY_THREADS = CROSSENTROPY_WARPS * 32;
 
+// forward_backward reads a row twice, so the rows in flight should fit the L2 cache. A processor
+// runs four blocks. Where L2 cannot hold four rows a processor, one or two blocks go on from row to
+// row, and load more packs at a time, to keep as many bytes in flight. (The emulator's is small.)
+constexpr int LONG_ROW_LOADS = 4;
+#if defined(EMULATE)
+constexpr size_t L2_OF_ROWS = 32 << 10;
+#else
+constexpr size_t L2_OF_ROWS = 40 << 20;
+#endif
+
 // The maximum of some logits, and their sum of exp(logit - maximum).
 struct MaxSum {
     float max = -INFINITY, sum = 0;
@@ -260,7 +274,7 @@ __device__ inline MaxSum join(MaxSum a, MaxSum b) {
 }
 
 // Merge the parts of all threads of a block and return the result to each. Every thread must call
-// it, and only once in a kernel: no barrier protects a second use of its shared memory.
+// it. No barrier protects its shared memory from the next call.
 __device__ inline MaxSum block_join(MaxSum x) {
     LLMC_SHARED(MaxSum, warps, CROSSENTROPY_WARPS);
     // Merge the lanes of each warp.
@@ -283,20 +297,31 @@ __device__ inline MaxSum block_join(MaxSum x) {
 
 // Call f(x) for the first V logits of a row, P at a time; the block's threads share them out. Vp is
 // a multiple of P, so a load may reach into the padding: f sees -inf there.
-template <int P, typename T, typename F>
+template <int P, int LOADS = 1, typename T, typename F>
 __device__ void for_each_logit(const T* row, size_t V, F f) {
-    for (size_t v = threadIdx.x * P; v < V; v += CROSSENTROPY_THREADS * P) {
-        Pack<T, P> p = load<P>(row + v);
-        float x[P];
-        for (int i = 0; i < P; i++)
-            x[i] = to_float(p.v[i]);
+    constexpr size_t STEP = CROSSENTROPY_THREADS * P;
+    for (size_t first = threadIdx.x * P; first < V; first += LOADS * STEP) {
+        // Start LOADS loads before the first is used.
+        Pack<T, P> p[LOADS];
+        for (int l = 0; l < LOADS; l++)
+            if (first + l * STEP < V)
+                p[l] = load<P>(row + first + l * STEP);
 
-        // Hide the padding that the load brought. A comparison of 64 bits would
-        // cost two instructions.
-        if (V - v < P)
-            for (int i = 1; i < P; i++)
-                x[i] = unsigned(i) < unsigned(V - v) ? x[i] : -INFINITY;
-        f(x);
+        #pragma unroll
+        for (int l = 0; l < LOADS; l++) {
+            size_t v = first + l * STEP;
+            if (v >= V) break;
+            float x[P];
+            for (int i = 0; i < P; i++)
+                x[i] = to_float(p[l].v[i]);
+
+            // Hide the padding that the load brought. A comparison of 64 bits would
+            // cost two instructions.
+            if (V - v < P)
+                for (int i = 1; i < P; i++)
+                    x[i] = unsigned(i) < unsigned(V - v) ? x[i] : -INFINITY;
+            f(x);
+        }
     }
 }
 
@@ -322,17 +347,11 @@ __global__ void crossentropy_max_kernel(float* row_max, const T* logits, size_t 
         row_max[blockIdx.x] = mine.max;
 }
 
-// Whether this shard has the target, and its column (`own`).
-__device__ inline bool in_shard(int target, size_t vocab_start, size_t V, size_t* own) {
-    *own = size_t(target) - vocab_start;
-    return target >= 0 && size_t(target) >= vocab_start && *own < V;
-}
-
 // A thread's part of a row. It sums exp(logit - mine.max), or with FIND it looks for the maximum on
 // the way and returns both.
-template <int P, bool FIND, typename T>
+template <int P, bool FIND, int LOADS = 1, typename T>
 __device__ MaxSum part_of_row(MaxSum mine, const T* row, size_t V) {
-    for_each_logit<P>(row, V, [&](const float* x) {
+    for_each_logit<P, LOADS>(row, V, [&](const float* x) {
         float max = FIND ? max_of<P>(x) : mine.max;
         // Rescale the sum so far to the larger maximum.
         if (max > mine.max) {
@@ -424,19 +443,23 @@ __global__ void crossentropy_backward_kernel(T* logits, const int* targets, cons
 }
 
 // All three steps in one launch. The second reading of a row comes from the L2 cache.
-template <typename T, int P>
+template <typename T, int P, int LOADS>
 __global__ void crossentropy_forward_backward_kernel(float* losses, T* logits, const int* targets,
-                                                     GradientScale scale, size_t V, size_t Vp) {
-    size_t n = blockIdx.x, own;
-    T* row = logits + n * Vp; // (Vp)
+                                                     GradientScale scale, size_t N, size_t V,
+                                                     size_t Vp) {
+    for (size_t n = blockIdx.x, own; n < N; n += gridDim.x) {
+        T* row = logits + n * Vp; // (Vp)
 
-    // Read the target's logit before block_join's barrier: afterwards the gradient
-    // may overwrite it.
-    float target = in_shard(targets[n], 0, V, &own) ? to_float(row[own]) : 0;
-    MaxSum all = block_join(part_of_row<P, true>(MaxSum(), row, V));
-    if (threadIdx.x == 0)
-        losses[n] = targets[n] < 0 ? 0 : logf(all.sum) + all.max - target;
-    backward_of_row<P>(row, targets[n], all, scale, n, V, Vp, 0);
+        // Read the target's logit before block_join's barrier: afterwards the gradient
+        // may overwrite it.
+        float target = in_shard(targets[n], 0, V, &own) ? to_float(row[own]) : 0;
+        MaxSum all = block_join(part_of_row<P, true, LOADS>(MaxSum(), row, V));
+        if (threadIdx.x == 0)
+            losses[n] = targets[n] < 0 ? 0 : logf(all.sum) + all.max - target;
+        backward_of_row<P>(row, targets[n], all, scale, n, V, Vp, 0);
+        if (LOADS == 1) return; // a short row has a block of its own
+        __syncthreads(); // all threads have left block_join: the next row may enter it
+    }
 }
 
 // One block sums all losses: each of 32 warps takes a chunk, so a round takes 32 chunks.
@@ -472,12 +495,10 @@ static __global__ void crossentropy_total_kernel(double* total, const float* los
 template <typename T>
 void crossentropy_max(float* row_max, const T* logits, size_t N, size_t V, size_t Vp,
                       cudaStream_t stream) {
-    auto run = [&](auto P) {
-        launch(crossentropy_max_kernel<T, P>,
-               unsigned(N), CROSSENTROPY_THREADS, 0, stream,
-               row_max, logits, V, Vp);
-    };
-    can_vectorize<T>(Vp, logits) ? run(Int<VECTOR<T>>()) : run(Int<1>());
+    bool vector = can_vectorize<T>(Vp, logits);
+    launch(vector ? crossentropy_max_kernel<T, VECTOR<T>> : crossentropy_max_kernel<T, 1>,
+           unsigned(N), CROSSENTROPY_THREADS, 0, stream,
+           row_max, logits, V, Vp);
 }
 
 // Step 2 of a sharded vocabulary, after the all-reduce of row_max.
@@ -485,26 +506,24 @@ template <typename T>
 void crossentropy_sum(float* sum_exp, float* target_logit, const T* logits, const int* targets,
                       const float* row_max, size_t N, size_t V, size_t Vp, size_t vocab_start,
                       cudaStream_t stream) {
+    bool vector = can_vectorize<T>(Vp, logits);
     // The kernel writes row_max only with FIND, so this cast is safe.
-    auto run = [&](auto P) {
-        launch(crossentropy_sum_kernel<T, P, false>,
-               unsigned(N), CROSSENTROPY_THREADS, 0, stream,
-               const_cast<float*>(row_max), sum_exp, target_logit, logits, targets, V, Vp,
-               vocab_start);
-    };
-    can_vectorize<T>(Vp, logits) ? run(Int<VECTOR<T>>()) : run(Int<1>());
+    launch(vector ? crossentropy_sum_kernel<T, VECTOR<T>, false>
+                  : crossentropy_sum_kernel<T, 1, false>,
+           unsigned(N), CROSSENTROPY_THREADS, 0, stream,
+           const_cast<float*>(row_max), sum_exp, target_logit, logits, targets, V, Vp,
+           vocab_start);
 }
 
 // Steps 1 and 2, for a whole vocabulary.
 template <typename T>
 void crossentropy_max_sum(float* row_max, float* sum_exp, float* target_logit, const T* logits,
                           const int* targets, size_t N, size_t V, size_t Vp, cudaStream_t stream) {
-    auto run = [&](auto P) {
-        launch(crossentropy_sum_kernel<T, P, true>,
-               unsigned(N), CROSSENTROPY_THREADS, 0, stream,
-               row_max, sum_exp, target_logit, logits, targets, V, Vp, 0);
-    };
-    can_vectorize<T>(Vp, logits) ? run(Int<VECTOR<T>>()) : run(Int<1>());
+    bool vector = can_vectorize<T>(Vp, logits);
+    launch(vector ? crossentropy_sum_kernel<T, VECTOR<T>, true>
+                  : crossentropy_sum_kernel<T, 1, true>,
+           unsigned(N), CROSSENTROPY_THREADS, 0, stream,
+           row_max, sum_exp, target_logit, logits, targets, V, Vp, 0);
 }
 
 // Step 3, after the shards' sums have been added.
@@ -521,12 +540,10 @@ template <typename T>
 void crossentropy_backward(T* logits, const int* targets, const float* row_max,
                            const float* sum_exp, GradientScale scale, size_t N, size_t V, size_t Vp,
                            size_t vocab_start, cudaStream_t stream) {
-    auto run = [&](auto P) {
-        launch(crossentropy_backward_kernel<T, P>,
-               unsigned(N), CROSSENTROPY_THREADS, 0, stream,
-               logits, targets, row_max, sum_exp, scale, V, Vp, vocab_start);
-    };
-    can_vectorize<T>(Vp, logits) ? run(Int<VECTOR<T>>()) : run(Int<1>());
+    bool vector = can_vectorize<T>(Vp, logits);
+    launch(vector ? crossentropy_backward_kernel<T, VECTOR<T>> : crossentropy_backward_kernel<T, 1>,
+           unsigned(N), CROSSENTROPY_THREADS, 0, stream,
+           logits, targets, row_max, sum_exp, scale, V, Vp, vocab_start);
 }
 
 // All three steps in one launch, for a whole vocabulary. It needs no memory but the losses.
@@ -534,10 +551,16 @@ template <typename T>
 void crossentropy_forward_backward(float* losses, T* logits, const int* targets,
                                    GradientScale scale, size_t N, size_t V, size_t Vp,
                                    cudaStream_t stream) {
+    size_t processors = gpu_processors();
+    size_t fit = L2_OF_ROWS / (Vp * sizeof(T)) / processors; // rows a processor
+    size_t blocks = N;
+    if (fit < 4)
+        blocks = std::min(N, (fit < 2 ? 1 : 2) * processors);
     auto run = [&](auto P) {
-        launch(crossentropy_forward_backward_kernel<T, P>,
-               unsigned(N), CROSSENTROPY_THREADS, 0, stream,
-               losses, logits, targets, scale, V, Vp);
+        launch(fit >= 4 ? crossentropy_forward_backward_kernel<T, P, 1>
+                        : crossentropy_forward_backward_kernel<T, P, LONG_ROW_LOADS>,
+               unsigned(blocks), CROSSENTROPY_THREADS, 0, stream,
+               losses, logits, targets, scale, N, V, Vp);
     };
     can_vectorize<T>(Vp, logits) ? run(Int<VECTOR<T>>()) : run(Int<1>());
 }

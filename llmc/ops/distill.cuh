@@ -14,7 +14,7 @@
 //             Equal logits have the divergence 0 and the gradient 0, exactly. A teacher's logit of
 //             -inf has probability 0. Bitwise repeatable.
 //   Cost: memory-bound: maxima, sums and backward read both rows, backward writes the student's.
-//   To copy: this file, crossentropy.cuh, fast_math.h, types.h and cuda_common.h.
+//   To copy: this file, crossentropy.cuh, fast_math.h, gpu.h, types.h and cuda_common.h.
 #pragma once
 #include "crossentropy.cuh"
 #include "cuda_common.h"
@@ -55,8 +55,7 @@ template <typename T> struct DistillRows {
 
     // Return whether this shard has row n's target, and its column in the shard.
     LLMC_HD bool has_target(size_t n, size_t* own) const {
-        *own = size_t(targets[n]) - vocab_start;
-        return targets[n] >= 0 && size_t(targets[n]) >= vocab_start && *own < V;
+        return in_shard(targets[n], vocab_start, V, own);
     }
 };
 
@@ -270,10 +269,10 @@ __global__ void distill_backward_kernel(DistillRows<T> x, Distillation d, Gradie
 // Step 2 and step 3: any N, V and alignment.
 template <typename T>
 void distill_sums(const DistillRows<T>& x, Distillation d, cudaStream_t stream) {
-    auto run = [&](auto P) {
-        launch(distill_sums_kernel<T, P>, unsigned(x.N), DISTILL_THREADS, 0, stream, x, d);
-    };
-    can_vectorize<T>(x.Vp, x.student, x.teacher) ? run(Int<VECTOR<T>>()) : run(Int<1>());
+    bool vector = can_vectorize<T>(x.Vp, x.student, x.teacher);
+    launch(vector ? distill_sums_kernel<T, VECTOR<T>> : distill_sums_kernel<T, 1>,
+           unsigned(x.N), DISTILL_THREADS, 0, stream,
+           x, d);
 }
 template <typename T>
 void distill_loss(float* losses, const DistillRows<T>& x, Distillation d, cudaStream_t stream) {
@@ -283,11 +282,10 @@ void distill_loss(float* losses, const DistillRows<T>& x, Distillation d, cudaSt
 template <typename T>
 void distill_backward(const DistillRows<T>& x, Distillation d, GradientScale scale,
                       cudaStream_t stream) {
-    auto run = [&](auto P) {
-        launch(distill_backward_kernel<T, P>, unsigned(x.N), DISTILL_THREADS, 0, stream, x, d,
-               scale);
-    };
-    can_vectorize<T>(x.Vp, x.student, x.teacher) ? run(Int<VECTOR<T>>()) : run(Int<1>());
+    bool vector = can_vectorize<T>(x.Vp, x.student, x.teacher);
+    launch(vector ? distill_backward_kernel<T, VECTOR<T>> : distill_backward_kernel<T, 1>,
+           unsigned(x.N), DISTILL_THREADS, 0, stream,
+           x, d, scale);
 }
 #endif
 

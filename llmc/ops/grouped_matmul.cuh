@@ -78,21 +78,18 @@ template <typename T>
 size_t grouped_scratch_bytes(const Groups& g, Cpu where) {
     Type t = type_of<T>();        // of W and activations
     Type a = type_of<acc_t<T>>(); // of gradients
-    int threads = threads_here(where);
     size_t longest = std::max({g.OC, g.IC, LEAST_ROWS});
-    size_t most = matmul_plain_scratch_bytes(longest, sizeof(acc_t<T>), threads);
-    auto need = [&](const Product& p, Type out) {
-        most = std::max(most, matmul_scratch_bytes(p, t, out, false, false, threads));
-    };
+    size_t most = matmul_plain_scratch_bytes(longest, sizeof(acc_t<T>), threads_here(where));
 
     // Ask for every number of rows that a block may have.
-    for (size_t rows = LEAST_ROWS; rows <= std::min(g.M, MOST_ROWS); rows *= 2) {
+    for (size_t rows = LEAST_ROWS; rows <= std::min(g.M, MOST_ROWS); rows *= 2)
         for (bool accumulate : {false, true}) {
-            need(grouped_forward_product(g, rows, accumulate), t);
-            need(grouped_input_product(g, rows, accumulate), t);
-            need(grouped_weight_product(g, rows, accumulate), a);
+            Product forward = grouped_forward_product(g, rows, accumulate);
+            Product input = grouped_input_product(g, rows, accumulate);
+            Product weight = grouped_weight_product(g, rows, accumulate);
+            most = std::max({most, matmul_scratch_bytes({forward, input}, t, t, where),
+                             matmul_scratch_bytes({weight}, t, a, where)});
         }
-    }
     return most;
 }
 

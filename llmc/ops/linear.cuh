@@ -134,21 +134,15 @@ size_t linear_scratch_bytes(size_t N, size_t OC, size_t IC, Cpu where) {
 }
 
 // The scratch of a forward product whose output is in acc, such as a router's.
-template <typename T>
-size_t wide_product_scratch_bytes(size_t N, size_t OC, size_t IC, Cpu where) {
+template <typename T, typename S>
+size_t wide_product_scratch_bytes(size_t N, size_t OC, size_t IC, S where) {
     Product p = linear_forward_product(N, OC, IC, type_of<T>());
     p.pack_b = false;
 
     // A router with a bias adds to rows that hold it already.
-    size_t most = 0;
-    Type a = type_of<acc_t<T>>();
-    int threads = threads_here(where);
-    for (bool accumulate : {false, true}) {
-        p.accumulate = accumulate;
-        size_t bytes = matmul_scratch_bytes(p, type_of<T>(), a, false, false, threads);
-        most = std::max(most, bytes);
-    }
-    return most;
+    Product added = p;
+    added.accumulate = true;
+    return matmul_scratch_bytes({p, added}, type_of<T>(), type_of<acc_t<T>>(), where);
 }
 
 // ----------------------------------------------------------------------------
@@ -159,10 +153,6 @@ size_t wide_product_scratch_bytes(size_t N, size_t OC, size_t IC, Cpu where) {
 template <typename T>
 size_t linear_scratch_bytes(size_t N, size_t OC, size_t, cudaStream_t stream) {
     return std::max(PRODUCT_WORKSPACE, column_sums_scratch_bytes(N, OC, stream));
-}
-template <typename T>
-size_t wide_product_scratch_bytes(size_t, size_t, size_t, cudaStream_t) {
-    return PRODUCT_WORKSPACE;
 }
 #endif
 

@@ -76,32 +76,19 @@ inline LoraProducts lora_products(size_t N, size_t OC, size_t IC, size_t r, bool
 }
 
 // The largest scratch that any of the six products needs.
-template <typename T>
-size_t lora_scratch_bytes(size_t N, size_t OC, size_t IC, size_t r, Cpu where) {
+template <typename T, typename S>
+size_t lora_scratch_bytes(size_t N, size_t OC, size_t IC, size_t r, S where) {
     Type t = type_of<T>();        // of weights and activations
     Type a = type_of<acc_t<T>>(); // of gradients of weights
     size_t most = 0;
     // The first micro-batch writes the gradients, later ones add to them: ask for both.
     for (bool accumulate : {false, true}) {
         LoraProducts p = lora_products(N, OC, IC, r, accumulate);
-        auto need = [&](const Product& q, Type out) {
-            size_t bytes = matmul_scratch_bytes(q, t, out, false, false, threads_here(where));
-            most = std::max(most, bytes);
-        };
-        for (const Product& q : {p.x_a, p.h_b, p.dy_b, p.dh_a})
-            need(q, t);
-        need(p.db, a);
-        need(p.da, a);
+        most = std::max({most, matmul_scratch_bytes({p.x_a, p.h_b, p.dy_b, p.dh_a}, t, t, where),
+                         matmul_scratch_bytes({p.db, p.da}, t, a, where)});
     }
     return most;
 }
-#if LLMC_KERNELS
-// cuBLASLt's workspace serves products of any size.
-template <typename T>
-size_t lora_scratch_bytes(size_t, size_t, size_t, size_t, cudaStream_t) {
-    return PRODUCT_WORKSPACE;
-}
-#endif
 
 // out += s (inp A^T) B^T, as two thin products. One product with the matrix B A would be as large
 // as the base weight's own.

@@ -449,6 +449,23 @@ inline size_t matmul_scratch_bytes(const Product& p, Type in, Type out, bool bia
     return matmul_plain_scratch_bytes(p.K, acc_bytes, threads);
 }
 
+// The scratch of the largest of these products, which have no bias and no residual. On a GPU
+// cuBLASLt's workspace serves products of any size.
+typedef std::initializer_list<Product> Products;
+inline size_t matmul_scratch_bytes(Products products, Type in, Type out, Cpu where) {
+    size_t most = 0;
+    for (Product p : products) {
+        size_t bytes = matmul_scratch_bytes(p, in, out, false, false, threads_here(where));
+        most = std::max(most, bytes);
+    }
+    return most;
+}
+#if LLMC_KERNELS
+inline size_t matmul_scratch_bytes(Products, Type, Type, cudaStream_t) {
+    return PRODUCT_WORKSPACE;
+}
+#endif
+
 // The product on a CPU. With `cache` 0 all threads of the rank work on it. With 1 + t, thread t of
 // a parallel region works on it alone, in a scratch of its own.
 template <typename T, typename O>

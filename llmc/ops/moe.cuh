@@ -961,11 +961,10 @@ template <bool TO_TOKENS, typename T>
 void move_rows(T* to, const T* from, const int* slot_of, const int* rows, size_t M, size_t K,
                size_t C, cudaStream_t stream) {
     // Loads take 16 bytes where C and both pointers allow it.
-    auto run = [&](auto P) {
-        launch(move_rows_kernel<T, P, TO_TOKENS>, unsigned(M), 128, 0, stream,
-               to, from, slot_of, rows, K, C);
-    };
-    can_vectorize<T>(C, to, from) ? run(Int<VECTOR<T>>()) : run(Int<1>());
+    bool vector = can_vectorize<T>(C, to, from);
+    launch(vector ? move_rows_kernel<T, VECTOR<T>, TO_TOKENS> : move_rows_kernel<T, 1, TO_TOKENS>,
+           unsigned(M), 128, 0, stream,
+           to, from, slot_of, rows, K, C);
 }
 
 // A null residual means the sum alone.
@@ -973,11 +972,10 @@ template <typename T>
 void combine_slots(T* out, const T* residual, const T* y, const int* row_of, const int* rows,
                    size_t N, size_t K, size_t C, cudaStream_t stream) {
     // A null residual counts as aligned.
-    auto run = [&](auto P) {
-        launch(combine_slots_kernel<T, P>, unsigned(N), 128, 0, stream,
-               out, residual, y, row_of, rows, K, C);
-    };
-    can_vectorize<T>(C, out, residual, y) ? run(Int<VECTOR<T>>()) : run(Int<1>());
+    bool vector = can_vectorize<T>(C, out, residual, y);
+    launch(vector ? combine_slots_kernel<T, VECTOR<T>> : combine_slots_kernel<T, 1>,
+           unsigned(N), 128, 0, stream,
+           out, residual, y, row_of, rows, K, C);
 }
 
 // Any F and any alignment.

@@ -193,21 +193,11 @@ template <typename N> struct MuonRoom {
 };
 
 // The scratch that the products of a matrix need.
-template <typename N> size_t muon_scratch_bytes(size_t r, size_t c, Cpu where) {
+template <typename N, typename S> size_t muon_scratch_bytes(size_t r, size_t c, S where) {
     MuonProducts p = muon_products(r, c);
     Type t = type_of<N>();
-    size_t bytes = 0;
-    for (const Product& product : {p.gram, p.square, p.apply}) {
-        size_t needed = matmul_scratch_bytes(product, t, t, false, false, threads_here(where));
-        bytes = std::max(bytes, needed);
-    }
-    return bytes;
+    return matmul_scratch_bytes({p.gram, p.square, p.apply}, t, t, where);
 }
-#if LLMC_KERNELS
-template <typename N> size_t muon_scratch_bytes(size_t, size_t, cudaStream_t) {
-    return PRODUCT_WORKSPACE;
-}
-#endif
 
 // Functions of elements that map_elements() applies.
 template <typename A> struct ElementTimes {
