@@ -309,7 +309,6 @@ void update_tensors(const H& h, const W& weights, const M& first, const V& secon
 // ----------------------------------------------------------------------------
 // everything in float, as most callers have it; one tensor is a table of one row
 
-// A table of tensors.
 template <typename T, typename S>
 void adamw_update(T* weight, float* master,                       // a bucket's; master or null
                   const acc_t<T>* grad, acc_t<T>* m, acc_t<T>* v, // the bucket's
@@ -328,7 +327,6 @@ void sgd_update(T* weight, float* master, const acc_t<T>* grad, const TensorRow*
                                rows, count, scale, where);
 }
 
-// One tensor.
 template <typename T, typename S>
 void adamw_update(T* weight, float* master, const acc_t<T>* grad, acc_t<T>* m, acc_t<T>* v,
                   size_t n, AdamW h, const StepScale* scale, S where) {

@@ -123,7 +123,6 @@ void column_sums(const std::vector<ColumnSum<T>>& columns,
     add_parts(parts, accumulate, stream);
 }
 
-// One sum of one matrix.
 template <typename T>
 void column_sums(float* out, const T* x, void* scratch, size_t N, size_t C, bool accumulate,
                  cudaStream_t stream) {

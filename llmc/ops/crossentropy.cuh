@@ -501,7 +501,6 @@ void crossentropy_max(float* row_max, const T* logits, size_t N, size_t V, size_
            row_max, logits, V, Vp);
 }
 
-// Step 2 of a sharded vocabulary, after the all-reduce of row_max.
 template <typename T>
 void crossentropy_sum(float* sum_exp, float* target_logit, const T* logits, const int* targets,
                       const float* row_max, size_t N, size_t V, size_t Vp, size_t vocab_start,
@@ -515,7 +514,6 @@ void crossentropy_sum(float* sum_exp, float* target_logit, const T* logits, cons
            vocab_start);
 }
 
-// Steps 1 and 2, for a whole vocabulary.
 template <typename T>
 void crossentropy_max_sum(float* row_max, float* sum_exp, float* target_logit, const T* logits,
                           const int* targets, size_t N, size_t V, size_t Vp, cudaStream_t stream) {
@@ -526,7 +524,6 @@ void crossentropy_max_sum(float* row_max, float* sum_exp, float* target_logit, c
            row_max, sum_exp, target_logit, logits, targets, V, Vp, 0);
 }
 
-// Step 3, after the shards' sums have been added.
 inline void crossentropy_loss(float* losses, const float* row_max, const float* sum_exp,
                               const float* target_logit, const int* targets, size_t N,
                               cudaStream_t stream) {
@@ -535,7 +532,6 @@ inline void crossentropy_loss(float* losses, const float* row_max, const float* 
            losses, row_max, sum_exp, target_logit, targets, N);
 }
 
-// In place, from the maximum and the sum of the whole row.
 template <typename T>
 void crossentropy_backward(T* logits, const int* targets, const float* row_max,
                            const float* sum_exp, GradientScale scale, size_t N, size_t V, size_t Vp,

@@ -87,7 +87,6 @@ __global__ void map_elements_kernel(T* out, size_t n, F f, const In*... in) {
     store_some(out + i, mapped(load_some<P>(in + i, n - i)...), n - i);
 }
 
-// Any n and alignment.
 template <typename T, typename F, typename... In>
 void map_elements(T* out, size_t n, const F& f, cudaStream_t stream, const In*... in) {
     bool vector = can_vectorize<T>(0, out) && (can_vectorize<In>(0, in) && ...);
@@ -137,6 +136,10 @@ template <typename T> struct ScalarMix {
     }
 };
 
+template <typename A> struct ElementTimes {
+    A factor;
+    LLMC_HD A operator()(A x) const { return factor * x; }
+};
 struct ElementSum {
     template <typename A> LLMC_HD A operator()(A a, A b) const { return a + b; }
 };

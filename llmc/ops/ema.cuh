@@ -85,7 +85,6 @@ __device__ Pack<float, P> weights_at(const WeightMemory<T>& x, size_t i, size_t 
     return all;
 }
 
-// P elements a thread.
 template <typename T, int P>
 __global__ void ema_update_kernel(float* mean, WeightMemory<T> x, size_t n, double decay,
                                   const StepScale* scale) {
@@ -102,7 +101,6 @@ __global__ void ema_update_kernel(float* mean, WeightMemory<T> x, size_t n, doub
 // ----------------------------------------------------------------------------
 // launchers
 
-// Move the mean of n weights.
 template <typename T>
 void ema_update(float* mean, const WeightMemory<T>& x, size_t n, double decay,
                 const StepScale* scale, cudaStream_t stream) {

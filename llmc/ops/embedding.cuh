@@ -284,9 +284,8 @@ __global__ void embedding_add_kernel(float* table, const T* dout, const int* sor
 }
 
 // ----------------------------------------------------------------------------
-// launchers
+// launchers: any C and alignment
 
-// Any C and alignment. Loads take 16 bytes where C and all pointers are multiples of 16 bytes.
 template <typename T>
 void embedding_forward(T* out, const int* tokens, const int* positions, const int* doc_start,
                        const T* wte, const T* wpe, size_t N, size_t vocab_start, size_t Vp,

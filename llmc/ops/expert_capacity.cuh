@@ -94,7 +94,6 @@ static __global__ void drop_over_capacity_kernel(int* ids, int* dropped, const i
 // ----------------------------------------------------------------------------
 // launcher
 
-// One block for each expert.
 inline void drop_over_capacity(int* ids, int* dropped, const int* choices, size_t M, size_t length,
                                size_t E, size_t capacity, cudaStream_t stream) {
     launch(drop_over_capacity_kernel, unsigned(E), SLOT_THREADS, 0, stream, ids, dropped, choices,

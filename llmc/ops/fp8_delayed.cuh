@@ -134,7 +134,6 @@ static __global__ void fp8_next_scales_kernel(Fp8History h, Fp8Rule rule) {
 // ----------------------------------------------------------------------------
 // launchers
 
-// Set the scales for the next step.
 inline void fp8_next_scales(const Fp8History& h, const Fp8Rule& rule, cudaStream_t stream) {
     constexpr unsigned WARPS = 4;
     unsigned blocks = unsigned(ceil_div(h.slots, size_t(WARPS)));

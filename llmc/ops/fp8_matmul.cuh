@@ -91,9 +91,8 @@ template <typename T, typename O>
 void fp8_matmul(O* out, const Fp8Operand& a, const Fp8Operand& b, // (M,N) (M,K) (N,K)
                 const T* bias, const O* residual,                 // (N) (M,N), or null
                 const Fp8Product& p, Blas& blas, cudaStream_t stream) {
-    LLMC_CHECK(blas.scratch_bytes >= PRODUCT_WORKSPACE && !(residual && p.accumulate),
-               "an fp8 product has %zu bytes of scratch, and may add one matrix",
-               blas.scratch_bytes);
+    check_workspace(blas);
+    LLMC_CHECK(!(residual && p.accumulate), "an fp8 product adds one matrix at most");
     Product shape = {p.M, p.N, p.K, {p.K, 1}, {1, p.K}, p.N, p.accumulate};
 
     // Find the product, or make it. Formats and scales distinguish its key from that
@@ -158,9 +157,7 @@ template <typename T, typename O>
 void fp8_matmul(O* out, const Fp8Operand& a, const Fp8Operand& b, // (M,N) (M,K) (N,K)
                 const T* bias, const O* residual,                 // (N) (M,N), or null
                 const Fp8Product& p, Blas& blas, cudaStream_t stream) {
-    LLMC_CHECK(blas.scratch_bytes >= PRODUCT_WORKSPACE,
-               "an fp8 product needs %zu bytes of scratch, has %zu", PRODUCT_WORKSPACE,
-               blas.scratch_bytes);
+    check_workspace(blas);
     auto multiply = [=] {
         auto numbers = [&](const Fp8Operand& x, size_t rows) {
             return x.wide ? fp8_numbers<T, e5m2>(x, rows, p.K) : fp8_numbers<T, e4m3>(x, rows, p.K);

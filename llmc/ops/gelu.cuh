@@ -106,7 +106,6 @@ __device__ inline GeluAt<float> fast_gelu_at(float x) {
 
 constexpr unsigned GELU_THREADS = 256;
 
-// A thread takes P elements.
 template <typename T, int P>
 __global__ void gelu_forward_kernel(T* out, const T* inp, size_t n, bool exact) {
     size_t i = (size_t(blockIdx.x) * GELU_THREADS + threadIdx.x) * P;
@@ -147,9 +146,8 @@ __global__ void gelu_backward_kernel(T* dinp, float* sums, const T* dout, const 
 }
 
 // ----------------------------------------------------------------------------
-// launchers
+// launchers: any size and alignment
 
-// Any n and any alignment; loads take 16 bytes where n and both pointers allow it.
 template <typename T>
 void gelu_forward(T* out, const T* inp, size_t n, cudaStream_t stream, bool exact = false) {
     if (n == 0) return;
@@ -160,12 +158,10 @@ void gelu_forward(T* out, const T* inp, size_t n, cudaStream_t stream, bool exac
            out, inp, n, exact);
 }
 
-// Any shape and any alignment.
 template <typename T>
 void gelu_backward(T* dinp, float* sums, const T* dout, const T* inp, size_t N, size_t C,
                    cudaStream_t stream, bool exact = false) {
     size_t parts = strips_of(N, COLUMN_STRIPS, stream);
-    // One unaligned pointer sends all three to loads of single elements.
     bool vector = can_vectorize<T>(C, dinp, dout, inp);
     dim3 grid(unsigned(ceil_div(C, 32 * (vector ? VECTOR<T> : 1))), unsigned(parts));
     launch(vector ? gelu_backward_kernel<T, VECTOR<T>> : gelu_backward_kernel<T, 1>, grid,

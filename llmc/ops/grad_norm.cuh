@@ -69,7 +69,6 @@ void grad_squares(double* sums, const A* grad, const TensorRow& row) {
     }
 }
 
-// One tensor is a row from 0.
 template <typename A>
 void grad_squares(double* sums, const A* grad, size_t n, Cpu) {
     grad_squares(sums, grad, TensorRow{0, n});

@@ -374,7 +374,6 @@ __global__ void latent_attention_forward_kernel(T* mean, const AttentionOperands
 // ----------------------------------------------------------------------------
 // launchers: N blocks by heads, N NH blocks of decode
 
-// Assemble keys and values by heads.
 template <typename T>
 void latent_heads_forward(T* k, T* v, const T* kv, const T* k_rope, size_t rope_stride,
                           const LatentHeads& d, size_t N, cudaStream_t stream) {
@@ -382,7 +381,6 @@ void latent_heads_forward(T* k, T* v, const T* kv, const T* k_rope, size_t rope_
            rope_stride, d);
 }
 
-// Split the gradients again, and sum those of the shared rotary part.
 template <typename T>
 void latent_heads_backward(T* dkv, T* dk_rope, size_t rope_stride, const T* dk, const T* dv,
                            const LatentHeads& d, size_t N, cudaStream_t stream) {
@@ -390,21 +388,18 @@ void latent_heads_backward(T* dkv, T* dk_rope, size_t rope_stride, const T* dk, 
            rope_stride, dk, dv, d);
 }
 
-// out[n,h] = or += W^T x[n,h].
 template <typename T>
 void heads_to_latents(T* out, const T* x, const HeadMatrix<T>& m, size_t N,
                       cudaStream_t stream) {
     launch(heads_to_latents_kernel<T>, unsigned(N * m.NH), DECODE_THREADS, 0, stream, out, x, m);
 }
 
-// out[n,h] = or += W x[n,h].
 template <typename T>
 void latents_to_heads(T* out, const T* x, const HeadMatrix<T>& m, size_t N,
                       cudaStream_t stream) {
     launch(latents_to_heads_kernel<T>, unsigned(N * m.NH), DECODE_THREADS, 0, stream, out, x, m);
 }
 
-// mean = the latents, weighted by the softmax of their scores.
 template <typename T>
 void latent_attention_forward(T* mean, const AttentionOperands<T>& operands, cudaStream_t stream) {
     const AttentionOperands<T> x = completed(operands);

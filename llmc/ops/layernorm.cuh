@@ -142,7 +142,6 @@ __global__ void layernorm_forward_kernel(T* out, float* mean, float* rstd, const
         for (int i = 0; i < P; i++)
             sum += to_float(p.v[i]);
     }
-    // Every thread of the row must call sum(): it has barriers where several warps share the row.
     float m = row.sum(sum) / float(C);
     for (size_t c = row.thread * P; c < C; c += row.threads * P) {
         Pack<T, P> p = load<P>(x + c);
@@ -230,9 +229,8 @@ __global__ void layernorm_backward_kernel(T* dinp, float* sums, const T* dresidu
 }
 
 // ----------------------------------------------------------------------------
-// launchers
+// launchers: any C and alignment
 
-// Any C and alignment. Loads take 16 bytes where C and all pointers are multiples of 16 bytes.
 template <typename T>
 void layernorm_forward(T* out, float* mean, float* rstd, const T* inp, const T* weight,
                        const T* bias, size_t N, size_t C, float eps, cudaStream_t stream) {
@@ -244,13 +242,11 @@ void layernorm_forward(T* out, float* mean, float* rstd, const T* inp, const T* 
     });
 }
 
-// A null dresidual means dinp = dx alone.
 template <typename T>
 void layernorm_backward(T* dinp, float* sums, const T* dresidual, const T* dout, const T* inp,
                         const T* weight, const float* mean, const float* rstd, size_t N, size_t C,
                         cudaStream_t stream) {
     size_t parts = strips_of(N, ROW_STRIPS, stream);
-    // A null dresidual counts as aligned.
     bool vector = can_vectorize<T>(C, dinp, dresidual, dout, inp, weight);
     pick_strip_kernel<T, 3>(C, vector, [&](auto P, auto WARPS, auto PACKS) {
         launch(layernorm_backward_kernel<T, P, WARPS, PACKS>, unsigned(parts), row_block<WARPS>(),

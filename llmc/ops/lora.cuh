@@ -37,16 +37,12 @@ struct Lora {
 };
 
 // x *= s. It applies the adapter's scale to a matrix of r columns.
-template <typename A> struct LoraScale {
-    A s;
-    LLMC_HD A operator()(A x) const { return s * x; }
-};
 template <typename T, typename S>
 void lora_scale(T* x, size_t n, double s, S where) { // (n)
     typedef acc_t<T> A;
     // An alpha equal to the rank gives s = 1 and needs no pass.
     if (s == 1) return;
-    map_elements(x, n, LoraScale<A>{A(s)}, where, x);
+    map_elements(x, n, ElementTimes<A>{A(s)}, where, x);
 }
 
 // ----------------------------------------------------------------------------

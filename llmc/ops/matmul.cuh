@@ -449,6 +449,13 @@ inline size_t matmul_scratch_bytes(const Product& p, Type in, Type out, bool bia
     return matmul_plain_scratch_bytes(p.K, acc_bytes, threads);
 }
 
+// Every product on a GPU asks for the same scratch.
+inline void check_workspace(const Blas& blas) {
+    LLMC_CHECK(blas.scratch_bytes >= PRODUCT_WORKSPACE,
+               "a product needs %zu bytes of scratch, has %zu", PRODUCT_WORKSPACE,
+               blas.scratch_bytes);
+}
+
 // The scratch of the largest of these products, which have no bias and no residual. On a GPU
 // cuBLASLt's workspace serves products of any size.
 typedef std::initializer_list<Product> Products;
@@ -701,9 +708,7 @@ void run_chosen(Blas& blas, GpuProduct& g, const ProductKey& key, size_t align, 
 template <typename T, typename O>
 void matmul(O* out, const T* a, const T* b, const T* bias, const O* residual, const Product& p,
             Blas& blas, cudaStream_t stream) {
-    LLMC_CHECK(blas.scratch_bytes >= PRODUCT_WORKSPACE,
-               "a product needs %zu bytes of scratch, has %zu", PRODUCT_WORKSPACE,
-               blas.scratch_bytes);
+    check_workspace(blas);
 
     // cuBLASLt adds only one matrix, and a bias only of out's own type.
     LLMC_CHECK(!(residual && p.accumulate) && !(bias && type_of<T>() != type_of<O>()),
@@ -810,15 +815,12 @@ inline Strides library_strides(Strides s, size_t rows, size_t cols) {
     return l.transposed ? Strides{1, l.ld} : Strides{l.ld, 1};
 }
 
-// The product in the emulator, queued like a launch.
 template <typename T, typename O>
 void matmul(O* out, const T* a, const T* b, const T* bias, const O* residual, const Product& p,
             Blas& blas, cudaStream_t stream) {
     LLMC_CHECK((p.a.row == 1 || p.a.column == 1) && (p.b.row == 1 || p.b.column == 1),
                "a product of %zu x %zu x %zu has an operand without a stride of 1", p.M, p.N, p.K);
-    LLMC_CHECK(blas.scratch_bytes >= PRODUCT_WORKSPACE,
-               "a product needs %zu bytes of scratch, has %zu", PRODUCT_WORKSPACE,
-               blas.scratch_bytes);
+    check_workspace(blas);
 
     // Queue it as a launch, of the matrices that the library sees.
     Product seen = p;

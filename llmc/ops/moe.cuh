@@ -921,7 +921,6 @@ void route_backward(T* dlogits, const float* dgates, const float* logits, const 
            stream, dlogits, dgates, logits, ids, r, b, N);
 }
 
-// One block for each group.
 inline void count_slots(int* counts, const int* ids, size_t groups, size_t length, size_t E,
                         bool accumulate, cudaStream_t stream) {
     LLMC_CHECK(E <= MOST_COUNTED, "%zu experts: at most %u are counted", E, MOST_COUNTED);
@@ -929,14 +928,12 @@ inline void count_slots(int* counts, const int* ids, size_t groups, size_t lengt
     launch(count_slots_kernel, unsigned(groups), SLOT_THREADS, 0, stream, x, ids, E, accumulate);
 }
 
-// One block for each list.
 inline void list_tokens(int* tokens, int* counts, const int* ids, const TokenLists& of,
                         cudaStream_t stream) {
     launch(list_tokens_kernel, unsigned(of.lists), SLOT_THREADS, 0, stream, tokens, counts, ids,
            of);
 }
 
-// One thread for each slot.
 inline void own_experts(int* own, const int* ids, size_t M, size_t first, size_t E,
                         cudaStream_t stream) {
     launch(own_experts_kernel, unsigned(ceil_div(M, SLOT_THREADS)), SLOT_THREADS, 0, stream, own,
@@ -967,18 +964,15 @@ void move_rows(T* to, const T* from, const int* slot_of, const int* rows, size_t
            to, from, slot_of, rows, K, C);
 }
 
-// A null residual means the sum alone.
 template <typename T>
 void combine_slots(T* out, const T* residual, const T* y, const int* row_of, const int* rows,
                    size_t N, size_t K, size_t C, cudaStream_t stream) {
-    // A null residual counts as aligned.
     bool vector = can_vectorize<T>(C, out, residual, y);
     launch(vector ? combine_slots_kernel<T, VECTOR<T>> : combine_slots_kernel<T, 1>,
            unsigned(N), 128, 0, stream,
            out, residual, y, row_of, rows, K, C);
 }
 
-// Any F and any alignment.
 template <typename T>
 void gated_swiglu_forward(T* h, const T* gate, const T* up, const float* gates, const int* slot_of,
                           const int* rows, size_t M, size_t F, cudaStream_t stream,
@@ -989,14 +983,12 @@ void gated_swiglu_forward(T* h, const T* gate, const T* up, const float* gates, 
     });
 }
 
-// Any F and any alignment.
 template <typename T>
 void gated_swiglu_backward(T* dgate, T* dup, float* dgates,
                            const T* dh, const T* gate, const T* up,
                            const float* gates, const int* slot_of, const int* rows,
                            size_t M, size_t F, cudaStream_t stream,
                            const ExpertGate& kind = {}) {
-    // One unaligned pointer sends all five to loads of single elements.
     bool vector = can_vectorize<T>(F, dgate, dup, dh, gate, up);
     pick_row_kernel<T>(F, vector, [&](auto P, auto WARPS) {
         launch(gated_swiglu_backward_kernel<T, P, WARPS>, row_grid<WARPS>(M), row_block<WARPS>(), 0,

@@ -200,10 +200,6 @@ template <typename N, typename S> size_t muon_scratch_bytes(size_t r, size_t c, 
 }
 
 // Functions of elements that map_elements() applies.
-template <typename A> struct ElementTimes {
-    A factor;
-    LLMC_HD A operator()(A x) const { return factor * x; }
-};
 template <typename A> struct ElementMix {
     A b, c;
     LLMC_HD A operator()(A x, A y) const { return std::fma(b, x, c * y); }

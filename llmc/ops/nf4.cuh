@@ -342,7 +342,6 @@ __global__ void dequantize_pairs_kernel(T* out, W w, size_t n) {
     store_some(out + i, values, n - i);
 }
 
-// A thread has one element.
 template <typename T>
 __global__ void int8_dequantize_kernel(T* out, const int8_t* codes, const float* absmax,
                                        size_t cols, size_t n) {

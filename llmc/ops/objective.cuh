@@ -29,7 +29,7 @@
 //   Contract: all =.  A pair's sums are in double, in the rows' order: bitwise repeatable, and a
 //             policy equal to the reference has d = 0 exactly. z is a constant; it stands in the
 //             last row of a window's `reference`, which never has a target.
-//   Cost: one thread walks the rows of a pair, which is nothing beside the head's matrix products.
+//   Cost: a warp walks the rows of a pair, which is nothing beside the head's matrix products.
 //   To copy: this file, types.h and cuda_common.h.
 #pragma once
 #include <cmath>
@@ -189,20 +189,36 @@ LLMC_HD inline PairLoss answer_loss(Objective o, const SequenceSum& a, bool unde
     return {weight * missing, u, sign * weight * slope, 0};
 }
 
+// A thread that walks alone, as on the CPU. On a GPU the lanes of a warp walk together.
+struct OneWalker {
+    size_t lane = 0, lanes = 1;
+    LLMC_HD void add(double& sum, double x) const { sum += x; }
+    LLMC_HD size_t count(bool x) const { return x; }
+};
+
 // Add up the sequence that begins in row n.
-template <typename A>
-LLMC_HD SequenceSum sum_sequence(const ObjectiveRows<A>& x, size_t n) {
+template <typename A, typename Walker>
+LLMC_HD SequenceSum sum_sequence(const ObjectiveRows<A>& x, size_t n, const Walker& walker) {
     // The sequence ends where another begins, or with the window.
     SequenceSum sum;
-    size_t window_end = (n / x.T + 1) * x.T, i = n;
-    for (; i < window_end && x.doc_start[i] == x.doc_start[n]; i++) {
-        // Rows of the prompt have no target.
-        if (x.targets[i] < 0) continue;
-        sum.y -= double(x.losses[i]);
-        sum.reference += double(x.reference[i]);
-        sum.targets += 1;
+    sum.end = n;
+    size_t window_end = (n / x.T + 1) * x.T;
+    for (size_t rows = walker.lanes; rows == walker.lanes; sum.end += rows) {
+        size_t i = sum.end + walker.lane;
+        bool inside = i < window_end && x.doc_start[i] == x.doc_start[n];
+        rows = walker.count(inside);
+
+        // Rows of the prompt have no target, and add 0.
+        bool counts = inside && x.targets[i] >= 0;
+        double y = 0, reference = 0;
+        if (counts) {
+            y = -double(x.losses[i]);
+            reference = double(x.reference[i]);
+        }
+        walker.add(sum.y, y);
+        walker.add(sum.reference, reference);
+        sum.targets += double(walker.count(counts));
     }
-    sum.end = i;
     return sum;
 }
 
@@ -251,23 +267,24 @@ LLMC_HD void rollout_row(const ObjectiveRows<A>& x, Objective o, size_t n) {
         x.clipped[n] = A(counts && gain.clipped);
 }
 
-// Fill in the pair that begins in row n; any other row returns at once. A pair begins with the
-// first row of a chosen sequence, and the rejected one lies right after it. For KTO each sequence
-// is filled in alone. A chosen sequence without a rejected one, such as padding, gets zeros.
+// Whether a pair begins in row n: with the first row of a chosen sequence. The rejected one lies
+// right after it. For KTO each sequence counts alone.
 template <typename A>
-LLMC_HD void objective_row(const ObjectiveRows<A>& x, Objective o, size_t n) {
-    if (o.kind == LossKind::GRPO)
-        return rollout_row(x, o, n);
-    // Rows that begin no pair are filled in by the row that does.
+LLMC_HD bool begins_pair(const ObjectiveRows<A>& x, Objective o, size_t n) {
+    bool chosen = x.feedback[n] == 0 || o.kind == LossKind::KTO;
+    return chosen && x.doc_start[n] == int(n % x.T);
+}
+
+// Fill in all rows of the pair that begins in row n. A chosen sequence without a rejected one, such
+// as padding, gets zeros.
+template <typename A, typename Walker>
+LLMC_HD void objective_pair(const ObjectiveRows<A>& x, Objective o, size_t n,
+                            const Walker& walker) {
     bool alone = o.kind == LossKind::KTO;
-    if (x.doc_start[n] != int(n % x.T))
-        return;
-    if (x.feedback[n] != 0 && !alone)
-        return;
-    SequenceSum chosen = sum_sequence(x, n), other;
+    SequenceSum chosen = sum_sequence(x, n, walker), other;
     other.end = chosen.end;
     if (!alone && chosen.end % x.T != 0 && x.feedback[chosen.end] != 0)
-        other = sum_sequence(x, chosen.end);
+        other = sum_sequence(x, chosen.end, walker);
 
     // The pair's loss. A sequence without targets makes no pair.
     bool pair = chosen.targets > 0 && other.targets > 0;
@@ -280,7 +297,7 @@ LLMC_HD void objective_row(const ObjectiveRows<A>& x, Objective o, size_t n) {
         loss = answer_loss(o, chosen, x.feedback[n] != 0, z);
 
     // Give each row its coefficient. The pair's own numbers stand in its first row.
-    for (size_t i = n; i < other.end; i++) {
+    for (size_t i = n + walker.lane; i < other.end; i += walker.lanes) {
         double c = i < chosen.end ? loss.of_chosen : loss.of_rejected;
         x.coefficient[i] = x.targets[i] < 0 ? A(0) : A(c);
         x.value[i] = A(i == n ? loss.value : 0);
@@ -296,8 +313,12 @@ LLMC_HD void objective_row(const ObjectiveRows<A>& x, Objective o, size_t n) {
 template <typename A>
 void objective(const ObjectiveRows<A>& x, Objective o, size_t N, Cpu) {
     #pragma omp parallel for
-    for (size_t n = 0; n < N; n++)
-        objective_row(x, o, n);
+    for (size_t n = 0; n < N; n++) {
+        if (o.kind == LossKind::GRPO)
+            rollout_row(x, o, n);
+        else if (begins_pair(x, o, n))
+            objective_pair(x, o, n, OneWalker());
+    }
 }
 
 // Put rows (B,t) of this rank at their places in whole sequences (B,T), or take them from there.
@@ -330,13 +351,35 @@ inline int64_t count_pairs(const int* targets, const int* doc_start, const float
 
 #if LLMC_KERNELS
 
-// One thread a row. Most threads return at once: pairs are few, and as long as their answers.
+// A warp adds its lanes' numbers in their order, so that its sums have the bits of one thread's.
+struct WarpWalker {
+    size_t lane, lanes = 32;
+    __device__ void add(double& sum, double x) const {
+        for (int l = 0; l < 32; l++)
+            sum += __shfl_sync(ALL_LANES, x, l);
+    }
+    __device__ size_t count(bool x) const {
+        return __popc(__ballot_sync(ALL_LANES, x));
+    }
+};
+
+// A warp has 32 rows, and takes the pairs that begin there one after the other. Most warps have
+// none: pairs are few, and as long as their answers. GRPO's rows stand alone.
 static __global__ void objective_kernel(ObjectiveRows<float> x, Objective o, size_t N) {
     size_t n = blockIdx.x * size_t(blockDim.x) + threadIdx.x;
-    if (n < N) objective_row(x, o, n);
+    if (o.kind == LossKind::GRPO) {
+        if (n < N) rollout_row(x, o, n);
+        return;
+    }
+    WarpWalker walker = {threadIdx.x % 32};
+    size_t first = n - walker.lane;
+    unsigned begin = __ballot_sync(ALL_LANES, n < N && begins_pair(x, o, n));
+    for (; begin != 0; begin &= begin - 1) {
+        size_t pair = first + __ffs(begin) - 1;
+        objective_pair(x, o, pair, walker);
+    }
 }
 
-// One thread a row of this rank: it goes to its place in a whole sequence, or comes from there.
 template <bool TO_WHOLE>
 __global__ void place_rows_kernel(float* to, const float* from, const int* positions, size_t N,
                                   size_t t, size_t T) {
@@ -349,12 +392,10 @@ __global__ void place_rows_kernel(float* to, const float* from, const int* posit
 // ----------------------------------------------------------------------------
 // launchers
 
-// Fill in the coefficients of N rows, one thread a row.
 inline void objective(const ObjectiveRows<float>& x, Objective o, size_t N, cudaStream_t stream) {
     launch(objective_kernel, unsigned(ceil_div(N, 128)), 128, 0, stream, x, o, N);
 }
 
-// Rows of this rank to their places in whole sequences, or back.
 template <bool TO_WHOLE>
 void place_rows(float* to, const float* from, const int* positions, size_t B, size_t t, size_t T,
                 cudaStream_t stream) {

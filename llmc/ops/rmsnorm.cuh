@@ -181,7 +181,6 @@ __global__ void rmsnorm_forward_kernel(T* out, float* rstd, const T* inp, const 
         for (int i = 0; i < P; i++)
             square += to_float(p.v[i]) * to_float(p.v[i]);
     }
-    // Every thread of the row must call sum(): it has barriers where several warps share the row.
     float r = 1 / sqrtf(more.mean(row.n, row.sum(square), C) + eps);
 
     // Normalise, scale, and add the residual if there is one.
@@ -224,7 +223,6 @@ __global__ void rmsnorm_row_sums_kernel(float* row_sums, const T* inp, const T* 
         }
     }
 
-    // Every thread of the row must call sum().
     sum = row.sum(sum);
     if (row.thread == 0)
         row_sums[row.n] = sum;
@@ -283,9 +281,8 @@ __global__ void rmsnorm_backward_kernel(T* dinp, float* sums, const T* dresidual
 }
 
 // ----------------------------------------------------------------------------
-// launchers
+// launchers: any C and alignment
 
-// Any C and alignment. Loads take 16 bytes where C and all pointers are multiples of 16 bytes.
 template <typename T>
 void rmsnorm_forward(T* out, float* rstd, const T* inp, const T* weight, size_t N, size_t C,
                      float eps, cudaStream_t stream, const RmsnormMore<T>& more = {}) {
@@ -308,13 +305,11 @@ void rmsnorm_row_sums(float* row_sums, const T* inp, const T* dout, const T* wei
     });
 }
 
-// A null dresidual means dinp = dx alone.
 template <typename T>
 void rmsnorm_backward(T* dinp, float* sums, const T* dresidual, const T* dout, const T* inp,
                       const T* weight, const float* rstd, size_t N, size_t C,
                       cudaStream_t stream, const RmsnormMore<T>& more = {}) {
     size_t parts = strips_of(N, ROW_STRIPS, stream);
-    // A null dresidual counts as aligned.
     bool vector = can_vectorize<T>(C, dinp, dresidual, dout, inp, weight);
     pick_strip_kernel<T, 1>(C, vector, [&](auto P, auto WARPS, auto PACKS) {
         launch(rmsnorm_backward_kernel<T, P, WARPS, PACKS>, unsigned(parts), row_block<WARPS>(),

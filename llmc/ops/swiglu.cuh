@@ -137,9 +137,8 @@ __global__ void swiglu_backward_kernel(T* dgate, T* dup, const T* dout, const T*
 }
 
 // ----------------------------------------------------------------------------
-// launchers
+// launchers: any n and alignment
 
-// Any n and any alignment.
 template <typename T>
 void swiglu_forward(T* out, const T* gate, const T* up, size_t n, cudaStream_t stream,
                     Gate kind = Gate::SILU) {
@@ -149,11 +148,9 @@ void swiglu_forward(T* out, const T* gate, const T* up, size_t n, cudaStream_t s
     });
 }
 
-// Any n and any alignment.
 template <typename T>
 void swiglu_backward(T* dgate, T* dup, const T* dout, const T* gate, const T* up, size_t n,
                      cudaStream_t stream, Gate kind = Gate::SILU) {
-    // One unaligned pointer sends all five to loads of single elements.
     bool vector = can_vectorize<T>(0, dgate, dup, dout, gate, up);
     pick_element_kernel<T>(n, vector, [&](auto P, unsigned grid) {
         launch(swiglu_backward_kernel<T, P>, grid, ELEMENT_THREADS, 0, stream, dgate, dup, dout,
