@@ -402,55 +402,56 @@ __global__ void prefix_queries_kernel(T* dq, const T* out, const float* lse,
     }
 }
 
-// dk, dv. Block (j, kh) has one key; its warps share the rows that read it, and their sums are
-// added in the order of the warps.
+// dk, dv. Block (j, kh) has one key. Keys are few, so a block is large; its warps share the rows
+// that read the key.
+constexpr unsigned KEY_WARPS = 24;
 template <typename T>
-__global__ void prefix_keys_kernel(float* dk, float* dv, const T* out, const float* lse,
-                                   AttentionOperands<T> x) {
-    LLMC_SHARED(float, sums, JOIN_WARPS * 2 * PREFIX_CHANNELS); // (warp, dk and dv, channel)
+__global__ void __launch_bounds__(KEY_WARPS * 32)
+prefix_keys_kernel(float* dk, float* dv, const T* out, const float* lse, AttentionOperands<T> x) {
+    LLMC_SHARED(float, sums, 2 * PREFIX_CHANNELS); // (dk and dv, channel)
     const AttentionDims& d = x.d;
-    const size_t kh = blockIdx.y, group = d.NH / d.NKV;
+    const size_t kh = blockIdx.y;
+    const size_t group = d.NH / d.NKV;
     const size_t key = x.key_at(0, kh, blockIdx.x);
     const unsigned warp = threadIdx.x / 32;
-    PrefixRow k = prefix_row(x.k + key, d.HS), v = prefix_row(x.v + key, d.HS);
+    PrefixRow k = prefix_row(x.k + key, d.HS);
+    PrefixRow v = prefix_row(x.v + key, d.HS);
     PrefixRow k_sum = {}, v_sum = {};
 
-    // Walk over this warp's rows.
-    for (size_t row = warp; row < d.B * d.Tq * group; row += JOIN_WARPS) {
-        size_t h = kh * group + row % group;
-        size_t i = row / group % d.Tq, b = row / group / d.Tq;
-        PrefixRow q = prefix_row(x.query(b, h, i), d.HS);
-        PrefixRow dout = prefix_row(x.gradient(b, h, i), d.HS);
-        float D = prefix_dot(dout, prefix_row(out + x.out_at(b, h, i), d.HS));
-        float all = lse[x.lse_at(b, h, i)];
-        auto [p, ds] = prefix_weight(x, prefix_dot(q, k), all, prefix_dot(dout, v), D);
-        for (int c = 0; c < PREFIX_PACK; c++) {
-            k_sum.v[c] += ds * q.v[c];
-            v_sum.v[c] += p * dout.v[c];
+    // Walk over this warp's rows. Numbers of 32 bits divide much faster than of 64.
+    const unsigned queries = unsigned(d.B * d.Tq), T_q = unsigned(d.Tq);
+    for (unsigned h = unsigned(kh * group); h < (kh + 1) * group; h++)
+        for (unsigned n = warp; n < queries; n += KEY_WARPS) {
+            unsigned b = n / T_q;
+            unsigned i = n % T_q;
+            PrefixRow q = prefix_row(x.query(b, h, i), d.HS);
+            PrefixRow dout = prefix_row(x.gradient(b, h, i), d.HS);
+            float D = prefix_dot(dout, prefix_row(out + x.out_at(b, h, i), d.HS));
+            float all = lse[x.lse_at(b, h, i)];
+            auto [p, ds] = prefix_weight(x, prefix_dot(q, k), all, prefix_dot(dout, v), D);
+            for (int c = 0; c < PREFIX_PACK; c++) {
+                k_sum.v[c] += ds * q.v[c];
+                v_sum.v[c] += p * dout.v[c];
+            }
         }
-    }
-    float* mine = sums + warp * 2 * PREFIX_CHANNELS;
-    for (int c = 0; c < PREFIX_PACK; c++) {
-        size_t e = threadIdx.x % 32 + 32 * c;
-        mine[e] = k_sum.v[c];
-        mine[PREFIX_CHANNELS + e] = v_sum.v[c];
-    }
-    __syncthreads();
 
-    // Add the warps' sums: a thread has a channel of both gradients.
-    if (threadIdx.x >= d.HS) return;
-    float to_k = 0, to_v = 0;
-    for (unsigned w = 0; w < JOIN_WARPS; w++) {
-        const float* theirs = sums + w * 2 * PREFIX_CHANNELS + threadIdx.x;
-        to_k += theirs[0];
-        to_v += theirs[PREFIX_CHANNELS];
+    // Add the warps' sums, one warp after the other.
+    for (unsigned w = 0; w < KEY_WARPS; w++) {
+        float* at = sums + threadIdx.x % 32;
+        for (int c = 0; c < PREFIX_PACK && warp == w; c++, at += 32) {
+            at[0] = k_sum.v[c] + (w > 0 ? at[0] : 0);
+            at[PREFIX_CHANNELS] = v_sum.v[c] + (w > 0 ? at[PREFIX_CHANNELS] : 0);
+        }
+        __syncthreads(); // the next warp reads them
     }
-    put(dk + key + threadIdx.x, to_k, x.accumulate);
-    put(dv + key + threadIdx.x, to_v, x.accumulate);
+
+    // A thread has a channel of both gradients.
+    if (threadIdx.x >= d.HS) return;
+    put(dk + key + threadIdx.x, sums[threadIdx.x], x.accumulate);
+    put(dv + key + threadIdx.x, sums[PREFIX_CHANNELS + threadIdx.x], x.accumulate);
 }
 
-// A thread of the last kernel has a channel, so a block has at least as many threads as channels.
-static_assert(JOIN_WARPS * 32 >= PREFIX_CHANNELS, "a thread for each channel");
+static_assert(KEY_WARPS * 32 >= PREFIX_CHANNELS, "a thread for each channel");
 
 // ---- sinks: backward a warp a head's part
 template <typename T>
@@ -513,7 +514,6 @@ void launch_join(Kernel* kernel, size_t n, cudaStream_t stream, Args... args) {
 }
 inline size_t joined_rows(const AttentionDims& d) { return d.B * d.Tq * d.NH; }
 
-// A row of 64 or 128 channels is two or four trips of its warp.
 template <typename P>
 void attention_merge(float* out, float* lse, const P* part, const float* part_lse, size_t B,
                      size_t T, size_t NH, size_t HS, cudaStream_t stream) {
@@ -521,7 +521,6 @@ void attention_merge(float* out, float* lse, const P* part, const float* part_ls
                 HS);
 }
 
-// A prefix. Its gradients take a block for each key of each key head.
 inline void check_prefix(const AttentionDims& d) {
     LLMC_CHECK(d.HS <= PREFIX_CHANNELS, "a prefix on a GPU has heads of at most %zu channels, not "
                "%zu", PREFIX_CHANNELS, d.HS);
@@ -541,7 +540,7 @@ void prefix_backward(T* dq, float* dk, float* dv, const T* out, const float* lse
     launch_join(prefix_queries_kernel<T>, joined_rows(x.d), stream, dq, out, lse, x);
     if (!dk) return;
     dim3 keys(unsigned(x.d.Tk), unsigned(x.d.NKV));
-    launch(prefix_keys_kernel<T>, keys, JOIN_WARPS * 32, 0, stream, dk, dv, out, lse, x);
+    launch(prefix_keys_kernel<T>, keys, KEY_WARPS * 32, 0, stream, dk, dv, out, lse, x);
 }
 
 // Sinks. Parts without rows become 0.

@@ -8,7 +8,7 @@ template <typename T> void prefix_kernels(Check& c) {
     struct Case {
         size_t B, Tq, NH, NKV, HS, n;
     };
-    for (Case s : {Case{2, 5, 4, 2, 8, 3}, {1, 3, 3, 1, 40, 5}, {2, 9, 2, 2, 64, 1},
+    for (Case s : {Case{2, 5, 4, 2, 8, 3}, {1, 3, 3, 1, 40, 5}, {3, 9, 2, 2, 64, 1},
                    {1, 2, 2, 1, 256, 2}}) {
         CASE(c, "prefix of %zu, %s (%zu,%zu,%zu/%zu,%zu)", s.n, type_word(T()), s.B, s.Tq, s.NH,
              s.NKV, s.HS);
