@@ -412,10 +412,11 @@ def warps_resident(registers, threads, shared):
 Attention = collections.namedtuple("Attention", "gpu pattern title flops threads warps own walk")
 H, A = "sm_90a", "sm_80"
 ATTENTION = [
-    Attention(H, r"attention_hopper_forward_kernel<bf16,64>", "forward 64", 4, 384, 8, 128, 128),
-    Attention(H, r"attention_hopper_forward_kernel<bf16,128>", "forward 128", 4, 384, 8, 128, 128),
-    Attention(H, r"attention_hopper_backward_kernel<bf16,64>", "backward 64", 10, 384, 8, 128, 128),
-    Attention(H, r"attention_hopper_backward_kernel<bf16,128>", "backward 128", 10, 384, 8, 128, 64),
+    Attention(H, r"attention_hopper_forward_kernel<bf16,64,false>", "forward 64", 4, 384, 8, 128, 128),
+    Attention(H, r"attention_hopper_forward_kernel<bf16,128,false>", "forward 128", 4, 384, 8, 128, 128),
+    Attention(H, r"attention_hopper_forward_kernel<bf16,256,false>", "forward 256", 4, 384, 8, 128, 64),
+    Attention(H, r"attention_hopper_backward_kernel<bf16,64,false>", "backward 64", 10, 384, 8, 128, 128),
+    Attention(H, r"attention_hopper_backward_kernel<bf16,128,false>", "backward 128", 10, 384, 8, 128, 64),
     Attention(H, r".*FlashAttnFwd.*C<192>,cute::C<128>,cute::C<64>.*", "FlashAttention-3 forward 64", 4, 512, 12, 192, 128),
     Attention(H, r".*FlashAttnFwd.*C<128>,cute::C<128>,cute::C<128>.*", "FlashAttention-3 forward 128", 4, 384, 8, 128, 128),
     Attention(H, r".*FlashAttnBwdSm90.*C<128>,cute::C<128>,cute::C<64>.*", "FlashAttention-3 backward 64", 10, 384, 8, 128, 128),

@@ -5,13 +5,14 @@
 //   out: 2 B NH HS T (T + 1). The operands are 16 B T NH HS bytes, T / 8 FLOPs to the byte: limited
 //   by arithmetic, if only the scores stay on the chip. On paper 67 TFLOP/s in float, 989 in bf16.
 //
-//   rung                                          H200, TFLOP/s, B = 16, T = 1024, NH = 12, HS = 64
-//     1  three passes over a row of scores
-//     2  a thread a score
-//     3  online softmax
-//     4  tiles of keys in shared memory
-//     5  llmc/ops/attention.cuh in float
-//     6  llmc/ops/attention.cuh in bf16, tensor cores
+//   rung                                             at most  H200, TFLOP/s,
+//                                                             B = 16, T = 1024, NH = 12, HS = 64
+//     1  three passes over a row of scores                  1
+//     2  a thread a score                                  36
+//     3  online softmax                                    45
+//     4  tiles of keys in shared memory                    67
+//     5  llmc/ops/attention.cuh in float                   17
+//     6  llmc/ops/attention.cuh in bf16, tensor cores     830
 //
 //   make ladders, or by hand
 //     g++ -std=c++20 -O1 -DEMULATE -x c++ dev/cuda/attention_forward.cu -lpthread    checks
@@ -51,7 +52,8 @@ __device__ inline float larger(float x, float y) { return x > y ? x : y; }
 // 1. Three passes: a thread a query, its row of scores in global memory.
 //   Scores and their maximum; exponentials and their sum; the sum of values. The row is written
 //   twice and read 1 + HS times; lanes are queries, T floats apart: each access is a sector of its
-//   own. k and v are the same for a warp's lanes, one sector. B NH T threads are 1500 an SM.
+//   own, one a clock and SM: 6.8e9 of them take 26 ms. k and v are the same for a warp's lanes, one
+//   sector. B NH T threads are 1500 an SM.
 
 __global__ void three_passes_kernel(Floats a) {
     size_t n = size_t(blockIdx.x) * blockDim.x + threadIdx.x;
@@ -88,8 +90,8 @@ static void three_passes(const Floats& a, cudaStream_t stream) {
 // ----------------------------------------------------------------------------
 // 2. A thread a score: a kernel a pass, T or HS times the threads.
 //   Lanes are now neighbours in the row of scores: its accesses are whole lines. They remain: the
-//   causal half is written, read, written and read, 8 T^2 bytes a head, 1.6 GB here: 0.4 ms at 4
-//   TB/s, as long as all FLOPs take in float, and 15 times as long as on tensor cores.
+//   causal half is written, read, written and read, 8 T^2 bytes a head, 1.6 GB here: 0.33 ms at
+//   4.8 TB/s, nearly as long as all FLOPs take in float. The kernels do the two in turn.
 
 __global__ void scores_kernel(Floats a) {
     size_t j = size_t(blockIdx.y) * blockDim.x + threadIdx.x, n = blockIdx.x;
@@ -238,10 +240,10 @@ static void key_tiles(const Floats& a, cudaStream_t stream) {
 // ----------------------------------------------------------------------------
 // 5. and 6. The project's own.
 //   In float any head size, groups of heads, documents, windows, slopes: a warp owns 4 queries, a
-//   lane a key, so each multiply-add reads shared memory, and rung 4, which does less, may be the
-//   faster. In bf16 the two products run on tensor cores by mma.sync, keys come by cp.async while
-//   the tile before is worked on, and p goes from one product to the next in registers: on paper 15
-//   times the FLOPs of float.
+//   lane a key, so each multiply-add reads shared memory, a quarter of its rate, and rung 4, which
+//   does less, is the faster. In bf16 the two products run on tensor cores: by mma.sync, or on
+//   Hopper by wgmma, where exponentials are the limit, 84% of the peak (dev/results/sass.md). Keys
+//   come while the tile before is worked on, and p goes from one product to the next in registers.
 
 template <typename E> void library(const Attention<E>& a, cudaStream_t stream) {
     AttentionDims d = {a.B, a.T, a.T, a.NH, a.NH, HS, a.NH * HS, a.NH * HS};

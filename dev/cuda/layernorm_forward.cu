@@ -4,12 +4,12 @@
 //   Any kernel must move inp once, out once, 4 N C bytes; 8 FLOPs an element are nothing beside
 //   that. So the rate counts those bytes, and the ceiling is a copy's, 4.8 TB/s on paper.
 //
-//   rung                                 H200, GB/s of 4 N C bytes, N = 65536, C = 768
-//     1  one thread a row
-//     2  one warp a row
-//     3  16-byte loads
-//     4  the row stays in registers
-//     5  llmc/ops/layernorm.cuh
+//   rung                                 at most  H200, GB/s of 4 N C bytes, N = 65536, C = 768
+//     1  one thread a row                      5%
+//     2  one warp a row                       80%
+//     3  16-byte loads                       100%
+//     4  the row stays in registers          100%
+//     5  llmc/ops/layernorm.cuh              100%
 //
 //   make ladders, or by hand
 //     g++ -std=c++20 -O1 -DEMULATE -x c++ dev/cuda/layernorm_forward.cu -lpthread     checks
@@ -33,8 +33,9 @@ struct Layernorm {
 // 1. One thread a row: the CPU's loop as it stands.
 //   The 32 lanes of a warp read 32 rows: a load of 64 useful bytes touches 32 sectors of 32 bytes.
 //   The row is read three times, and an SM's 2048 rows of 1.5 KB are more than its caches hold: 3
-//   readings and a writing, 8 N C bytes from L2 or beyond it. And only N threads, each with 2 bytes
-//   on the way: far from the 20 KB an SM needs on the way to hide the memory's latency.
+//   readings and a writing, 8 N C bytes from L2 or beyond it, in 4 N C sectors, one a clock and SM.
+//   And only N threads, each with 2 bytes on the way: far from the 20 KB an SM needs on the way to
+//   hide the memory's latency.
 
 __global__ void thread_a_row_kernel(Layernorm a) {
     size_t n = size_t(blockIdx.x) * blockDim.x + threadIdx.x;
@@ -62,7 +63,8 @@ static void thread_a_row(const Layernorm& a, cudaStream_t stream) {
 // ----------------------------------------------------------------------------
 // 2. One warp a row: lane l has the columns l, l + 32, ..; sums meet by shuffles.
 //   A load is 64 contiguous bytes, two sectors for 32. An SM's 64 rows are 96 KB and stay in L1
-//   between the readings: memory sees 4 N C bytes, half of rung 1. There are 32 times the threads.
+//   between the readings: memory sees 4 N C bytes, half of rung 1. There are 32 times the threads,
+//   with 4 KB an SM on the way for each load that the compiler moves ahead: 16 KB with four.
 
 constexpr int WARPS = 4; // of a block, in this rung and the next two
 

@@ -376,16 +376,21 @@ size_t attention_scratch_bytes(const AttentionDims& d, int, cudaStream_t) {
                      d.B * d.NH * d.Tq * sizeof(float)});
 }
 
-// The kernels that a launcher chooses for aligned operands, and why no faster ones.
-inline std::string attention_backend(const AttentionDims& d, const AttentionCall& call,
+// The kernels that both launchers choose for aligned operands, and why no faster ones.
+inline std::string attention_backend(const AttentionDims& d, AttentionCall call,
                                      cudaStream_t stream) {
-    // Ask what the launchers ask.
-    switch (attention_kernels(d, call, is_hopper(stream))) {
+    // Ask what the launchers ask. Backward's kernels are never faster than forward's.
+    const bool hopper = is_hopper(stream);
+    const bool wgmma = attention_kernels(d, call, hopper) == AttentionKernels::WGMMA;
+    call.backward = true;
+    switch (attention_kernels(d, call, hopper)) {
     case AttentionKernels::WGMMA: return "flash attention by wgmma";
     case AttentionKernels::MMA:
-        if (!is_hopper(stream)) return "flash attention by mma.sync: this GPU is no Hopper";
-        return "flash attention by mma.sync: Hopper's kernels take heads of at most 128 channels, "
-               "64 heads a group and no soft cap";
+        if (!hopper) return "flash attention by mma.sync: this GPU is no Hopper";
+        if (wgmma)
+            return "flash attention by wgmma, backward by mma.sync: more than 128 channels a head";
+        return "flash attention by mma.sync: Hopper's kernels take at most 64 heads a group, and "
+               "soft caps of heads of more than 64 channels";
     case AttentionKernels::PLAIN: break;
     }
 
@@ -406,9 +411,10 @@ void attention_forward(O* out, float* lse, const AttentionOperands<T>& x, void* 
     } else {
         // Tensor-core kernels write out in T only. Results in float come from the plain kernels.
         if constexpr (IS_BF16_OR_FP16<T> && std::is_same_v<T, O>) {
-            if (is_hopper(stream) && hopper_takes(x, out))
+            const AttentionKernels best = attention_kernels(x, is_hopper(stream), false, out);
+            if (best == AttentionKernels::WGMMA)
                 return attention_hopper_forward(out, lse, x, scratch, stream);
-            if (mma_takes(x, out))
+            if (best == AttentionKernels::MMA)
                 return attention_mma_forward(out, lse, x, scratch, stream);
         }
         attention_plain_forward(out, lse, x, stream);
@@ -425,9 +431,11 @@ void attention_backward(Q* dq, K* dk, K* dv, const T* out, const float* lse,
                            as_native(x), scratch, stream);
     } else {
         if constexpr (IS_BF16_OR_FP16<T>) {
-            if (is_hopper(stream) && hopper_takes(x, dq, dk, dv, out))
+            const bool hopper = is_hopper(stream);
+            const AttentionKernels best = attention_kernels(x, hopper, true, dq, dk, dv, out);
+            if (best == AttentionKernels::WGMMA)
                 return attention_hopper_backward(dq, dk, dv, out, lse, x, scratch, stream);
-            if (mma_takes(x, dq, dk, dv, out))
+            if (best == AttentionKernels::MMA)
                 return attention_mma_backward(dq, dk, dv, out, lse, x, scratch, stream);
         }
         attention_plain_backward(dq, dk, dv, out, lse, x, scratch, stream);

@@ -132,7 +132,8 @@ void prefix_forward(T* out, acc_t<T>* lse, const AttentionOperands<T>& operands,
                     size_t key = x.key_at(0, h / (d.NH / d.NKV), j);
                     A s = x.capped(channel_dot(x.query(b, h, i), x.k + key, d.HS));
                     A next = std::max(most, s);
-                    A old = std::exp(most - next), p = std::exp(s - next);
+                    A old = std::exp(most - next);
+                    A p = std::exp(s - next);
                     total = total * old + p;
                     for (size_t e = 0; e < d.HS; e++)
                         sum[e] = sum[e] * old + p * to_acc(x.v[key + e]);
@@ -194,8 +195,10 @@ void prefix_backward_keys(acc_t<T>* dk, acc_t<T>* dv, const T* out, const acc_t<
             // Walk over the rows that read this key: all queries of the heads in its group.
             for (size_t row = 0; row < d.B * d.Tq * group; row++) {
                 size_t h = kh * group + row % group;
-                size_t i = row / group % d.Tq, b = row / group / d.Tq;
-                const T *q = x.query(b, h, i), *dout = x.gradient(b, h, i);
+                size_t i = row / group % d.Tq;
+                size_t b = row / group / d.Tq;
+                const T* q = x.query(b, h, i);
+                const T* dout = x.gradient(b, h, i);
                 A product = channel_dot(q, x.k + key, d.HS);
                 A dp = channel_dot(dout, x.v + key, d.HS);
                 A D = channel_dot(dout, out + x.out_at(b, h, i), d.HS);
@@ -258,7 +261,8 @@ void sinks_backward(acc_t<T>* sums, size_t, const T* out, const acc_t<T>* lse, c
         A sum = 0;
         A s = to_acc(sinks[h]);
         for (size_t n = 0; n < x.d.B * x.d.Tq; n++) {
-            size_t b = n / x.d.Tq, i = n % x.d.Tq;
+            size_t b = n / x.d.Tq;
+            size_t i = n % x.d.Tq;
             A D = channel_dot(out + x.out_at(b, h, i), x.gradient(b, h, i), x.d.HS_v);
 
             // The sink's share of the softmax; lse is the joined one.
@@ -296,7 +300,10 @@ __global__ void attention_merge_kernel(float* out, float* lse, const P* part,
     size_t row = size_t(blockIdx.x) * JOIN_WARPS + threadIdx.x / 32;
     if (row >= B * T * NH) return; // whole warps
     // Every lane computes the weights: two exponentials are cheaper than a shuffle of the results.
-    size_t h = row % NH, t = row / NH % T, b = row / NH / T, at = (b * NH + h) * T + t;
+    size_t h = row % NH;
+    size_t t = row / NH % T;
+    size_t b = row / NH / T;
+    size_t at = (b * NH + h) * T + t;
     MergeWeights<float> w = merge_weights(lse[at], part_lse[at]);
     for (size_t e = row * HS + threadIdx.x % 32; e < (row + 1) * HS; e += 32)
         out[e] = merged(w, out[e], to_float(part[e]));
@@ -351,7 +358,8 @@ __global__ void prefix_forward_kernel(T* out, float* lse, AttentionOperands<T> x
         float s = x.capped(prefix_dot(q, prefix_row(x.k + key, d.HS)));
         PrefixRow v = prefix_row(x.v + key, d.HS);
         float next = fmaxf(most, s);
-        float old = expf(most - next), p = expf(s - next);
+        float old = expf(most - next);
+        float p = expf(s - next);
         total = total * old + p;
         for (int c = 0; c < PREFIX_PACK; c++)
             sum.v[c] = sum.v[c] * old + p * v.v[c];
@@ -490,7 +498,8 @@ __global__ void sinks_backward_kernel(float* sums, size_t stride, const T* out, 
     size_t rows = x.d.B * x.d.Tq;
     size_t end = rows * (part + 1) / SINK_PARTS;
     for (size_t n = rows * part / SINK_PARTS; n < end; n++) {
-        size_t b = n / x.d.Tq, i = n % x.d.Tq;
+        size_t b = n / x.d.Tq;
+        size_t i = n % x.d.Tq;
         const T* row = out + x.out_at(b, h, i);
         const T* drow = x.gradient(b, h, i);
         float D = 0;

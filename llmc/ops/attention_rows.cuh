@@ -347,7 +347,8 @@ __device__ void cap_scores(float (&s)[NT][4], float cap_factor) {
 // Multiply p by the cap's derivative at tanh t. A masked t is -inf, and its p and the result are 0.
 template <bool CAPPED>
 __device__ float through_cap(float p, float t) {
-    return CAPPED ? p * (1 - fminf(t * t, 1)) : p;
+    t = fmaxf(t, -1);
+    return CAPPED ? p * (1 - t * t) : p;
 }
 
 // Mask s (16, 8 NT) in place. A thread has the ranges of its two rows, 8 apart. positions (8 NT)

@@ -10,7 +10,7 @@
 //                dQ: a block owns rows and walks tiles of keys.
 //                The two kernels compute 7 products instead of 5, but need no atomics.
 //   Contract: out, lse = in T.  dq, dk, dv = or += in T or float.  v has the layout of k, and there
-//             is no soft cap with ALiBi (mma_takes()).  A cap's tanh is the hardware's, to 2^-11.
+//             is no soft cap with ALiBi (attention_kernels()).  A cap's tanh errs by 2^-11.
 //             A row that sees nothing: out 0, lse -inf, gradients 0.  Bitwise repeatable.
 //   Cost: products on tensor cores; an exp2 for each (query, key) seen, in forward and in each
 //         kernel of backward. Scratch: the spans of tiles, and four numbers a row.
@@ -450,7 +450,8 @@ __global__ void __launch_bounds__(MMA_THREADS, D <= 32 ? 4 : D <= 64 ? 3 : 2) //
         for (int n = 0; n < MT; n++) {
             // lse and D of the thread's two columns
             const size_t at = x.tile_at(b, kh, tile) * M + 8 * n + 2 * (lane % 4);
-            Pack<float, 2> l = load<2>(x.row_lse + at), sums = load<2>(x.row_sums + at);
+            Pack<float, 2> l = load<2>(x.row_lse + at);
+            Pack<float, 2> sums = load<2>(x.row_sums + at);
             #pragma unroll
             for (int i = 0; i < 4; i++) {
                 float p = ex2(s[0][n][i] * factor - l.v[i % 2]);
@@ -485,12 +486,6 @@ __global__ void __launch_bounds__(MMA_THREADS, D <= 32 ? 4 : D <= 64 ? 3 : 2) //
 
 // ----------------------------------------------------------------------------
 // launchers
-
-// Whether these kernels take the operands and results.
-template <typename T, typename... Rs>
-bool mma_takes(const AttentionOperands<T>& x, const Rs*... results) {
-    return attention_kernels(x, false, results...) == AttentionKernels::MMA;
-}
 
 // Call f(D, MT, N, CAPPED): channels; 16 MT rows a warp; N keys in a tile of the forward pass;
 // whether there is a soft cap, for which only two sizes have a kernel.
@@ -539,25 +534,23 @@ inline size_t attention_mma_scratch_bytes(const AttentionDims& d) {
 template <typename T>
 void attention_mma_forward(T* out, float* lse, const AttentionOperands<T>& operands, void* scratch,
                            cudaStream_t stream) {
-    if constexpr (!IS_NATIVE<T>)
-        return attention_mma_forward(as_native(out), lse, as_native(operands), scratch, stream);
-    else {
-        LLMC_CHECK(mma_takes(operands, out), "mma.sync's attention does not take these operands");
-        // Choose the tiles by the head's size. A block takes M rows of one key head.
-        const bool capped = operands.softcap != 0;
-        pick_mma_kernel(operands.d.HS, capped, [&](auto D, auto MT, auto N, auto CAPPED) {
-            constexpr int M = MMA_WARPS * MT * 16;
-            RowOperands<T> x = {};
-            mma_operands(x, operands, scratch, M, N, false);
+    LLMC_CHECK(attention_kernels(operands, false, false, out) == AttentionKernels::MMA,
+               "mma.sync's attention does not take these operands");
+    // Choose the tiles by the head's size. A block takes M rows of one key head.
+    typedef native_t<T> Native;
+    const bool capped = operands.softcap != 0;
+    pick_mma_kernel(operands.d.HS, capped, [&](auto D, auto MT, auto N, auto CAPPED) {
+        constexpr int M = MMA_WARPS * MT * 16;
+        RowOperands<Native> x = {};
+        mma_operands(x, as_native(operands), scratch, M, N, false);
 
-            // Compute the spans first: the kernel uses them to choose the tiles that it loads.
-            attention_spans(x, stream);
-            dim3 grid(x.tiles, unsigned(x.d.NKV), unsigned(x.d.B));
-            // Shared memory: M rows of q, and two stages of N keys and N values.
-            launch_shared(attention_mma_forward_kernel<T, D, MT, N, CAPPED>, grid, MMA_THREADS,
-                          (M + 4 * N) * D * sizeof(T), stream, out, lse, x);
-        });
-    }
+        // Compute the spans first: the kernel uses them to choose the tiles that it loads.
+        attention_spans(x, stream);
+        dim3 grid(x.tiles, unsigned(x.d.NKV), unsigned(x.d.B));
+        // Shared memory: M rows of q, and two stages of N keys and N values.
+        launch_shared(attention_mma_forward_kernel<Native, D, MT, N, CAPPED>, grid, MMA_THREADS,
+                      (M + 4 * N) * D * sizeof(T), stream, as_native(out), lse, x);
+    });
 }
 
 // Backward. scratch: attention_mma_scratch_bytes().
@@ -565,41 +558,37 @@ template <typename T, typename Q, typename K>
 void attention_mma_backward(Q* dq, K* dk, K* dv, const T* out, const float* lse,
                             const AttentionOperands<T>& operands, void* scratch,
                             cudaStream_t stream) {
-    if constexpr (!IS_NATIVE<T>)
-        return attention_mma_backward(as_native(dq), as_native(dk), as_native(dv), as_native(out),
-                                      lse, as_native(operands), scratch, stream);
-    else {
-        LLMC_CHECK(mma_takes(operands, dq, dk, dv, out),
-                   "mma.sync's attention does not take these operands");
-        RowOperands<T> x = {};
-        const unsigned keys = mma_backward_keys(operands.d.HS);
-        mma_operands(x, operands, scratch, MMA_ROWS, keys, true);
-        const AttentionDims& d = x.d;
+    LLMC_CHECK(attention_kernels(operands, false, true, dq, dk, dv, out) == AttentionKernels::MMA,
+               "mma.sync's attention does not take these operands");
+    typedef native_t<T> Native;
+    RowOperands<Native> x = {};
+    const unsigned keys = mma_backward_keys(operands.d.HS);
+    mma_operands(x, as_native(operands), scratch, MMA_ROWS, keys, true);
+    const AttentionDims& d = x.d;
 
-        // Compute the spans of the tiles, and lse and D of the rows.
-        attention_statistics(out, lse, x, stream);
+    // Compute the spans of the tiles, and lse and D of the rows.
+    attention_statistics(as_native(out), lse, x, stream);
 
-        // Compute dQ by blocks of rows, dK and dV by blocks of keys.
-        auto in = [&](auto* to) { return Results<T>(to, x.accumulate); };
-        pick_mma_kernel(d.HS, x.softcap != 0, [&](auto D, auto, auto, auto CAPPED) {
-            constexpr int M = MMA_WARPS * 16;
-            constexpr int KEYS = mma_backward_keys(D);
-            constexpr int SPLIT = D > 128 ? 2 : 1;
-            constexpr int N = MMA_WARPS / SPLIT * 16;
+    // Compute dQ by blocks of rows, dK and dV by blocks of keys.
+    auto in = [&](auto* to) { return Results<Native>(as_native(to), x.accumulate); };
+    pick_mma_kernel(d.HS, x.softcap != 0, [&](auto D, auto, auto, auto CAPPED) {
+        constexpr int M = MMA_WARPS * 16;
+        constexpr int KEYS = mma_backward_keys(D);
+        constexpr int SPLIT = D > 128 ? 2 : 1;
+        constexpr int N = MMA_WARPS / SPLIT * 16;
 
-            // Shared memory: q and dout of M rows, and two stages of keys and values.
-            dim3 grid(unsigned(ceil_div(x.rows, M)), unsigned(d.NKV), unsigned(d.B));
-            size_t bytes = (2 * M + 4 * KEYS) * D * sizeof(T);
-            launch_shared(attention_mma_backward_q_kernel<T, D, KEYS, CAPPED>, grid, MMA_THREADS,
-                          bytes, stream, in(dq), x);
+        // Shared memory: q and dout of M rows, and two stages of keys and values.
+        dim3 grid(unsigned(ceil_div(x.rows, M)), unsigned(d.NKV), unsigned(d.B));
+        size_t bytes = (2 * M + 4 * KEYS) * D * sizeof(T);
+        launch_shared(attention_mma_backward_q_kernel<Native, D, KEYS, CAPPED>, grid, MMA_THREADS,
+                      bytes, stream, in(dq), x);
 
-            // Shared memory: N keys and values, and two stages of q and dout.
-            grid.x = unsigned(ceil_div(d.Tk, size_t(N)));
-            bytes = (2 * N + 4 * MMA_ROWS) * D * sizeof(T);
-            launch_shared(attention_mma_backward_kv_kernel<T, D, MMA_ROWS, SPLIT, CAPPED>, grid,
-                          MMA_THREADS, bytes, stream, in(dk), in(dv), x);
-        });
-    }
+        // Shared memory: N keys and values, and two stages of q and dout.
+        grid.x = unsigned(ceil_div(d.Tk, size_t(N)));
+        bytes = (2 * N + 4 * MMA_ROWS) * D * sizeof(T);
+        launch_shared(attention_mma_backward_kv_kernel<Native, D, MMA_ROWS, SPLIT, CAPPED>, grid,
+                      MMA_THREADS, bytes, stream, in(dk), in(dv), x);
+    });
 }
 #endif
 

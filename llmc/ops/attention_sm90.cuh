@@ -1,7 +1,7 @@
 // attention_sm90.cuh - flash attention for Hopper: TMA, wgmma, specialised warps - arXiv:2407.08608
 //   The operands, masks and results of attention_types.h, in bf16 and fp16, for head sizes of 8 to
-//   128 in steps of 8. A size other than 32, 64, 96 and 128 runs as the next larger one; TMA pads
-//   with zeros.
+//   256 in steps of 8. Backward ends at 128, and soft caps begin at 72: attention_sm80.cuh has the
+//   others. A size without a kernel runs as the next larger one that has one; TMA pads with zeros.
 //   Rows are (query, head) pairs (attention_rows.cuh). A tile has all heads of a group for as many
 //   queries as fit. Where a group does not divide a tile, the tile's last rows are idle.
 //   A block is three warpgroups. One gives its registers away and keeps the loads ahead; the other
@@ -15,15 +15,14 @@
 //                channels). It computes S^T = K Q^T and dP^T = V dO^T, so that P^T and dS^T are
 //                operands in registers; only dS passes through shared memory, for dQ = dS K. dK and
 //                dV stay in registers over all heads of the group. dQ is summed over blocks, in
-//                float, in global memory, in the order in which blocks start: blocks must start in
-//                the order of their indices. GPUs do this, but CUDA does not promise it; otherwise
-//                the run ends with an error.
-//   Contract: out, lse = in T.  dq, dk, dv = or += in T or float.  No soft cap, and
-//             v has the layout of k (hopper_takes()).
+//                float, in global memory, in the order of the blocks' indices: they must start in
+//                it. GPUs do, but CUDA does not promise it; else the run ends with an error.
+//   Contract: out, lse = in T.  dq, dk, dv = or += in T or float.  v has the layout of k, and there
+//             is no soft cap with ALiBi (attention_kernels()).  A cap's tanh errs by 2^-11.
 //             A row that sees nothing: out 0, lse -inf, gradients 0.  Bitwise repeatable.
 //   Cost: products on tensor cores, 2 forward and 5 backward; an exp2 for each (query, key) seen in
-//         each. Launches: 3 forward, 3 backward. Scratch: spans and turns of the tiles, four
-//         numbers a row, and dQ in float.
+//         each, and with a cap a tanh. Launches: 3 forward, 3 backward. Scratch: spans and turns of
+//         the tiles, four numbers a row, and dQ in float.
 //   Without nvcc this file declares nothing; the CPU's version is attention_cpu.cuh.
 //   To copy: this file, attention_rows.cuh, attention_types.h, hopper.cuh, tensor_cores.h,
 //            types.h and cuda_common.h.
@@ -51,18 +50,20 @@ namespace llmc {
 
 constexpr unsigned QUEUE_THREADS = 256; // in the block that sorts a sequence
 
-// A place of the queue stands for a head and an index in the head's order. Heads take turns: index
-// 0 of each of `together` heads, then index 1, and so on; then the next heads start.
+// A place of the queue stands for a key head and an index in the head's order. Heads take turns:
+// index 0 of each of `together` heads, then index 1, and so on; then the next heads start.
 struct HeadPlace {
-    unsigned head, at;
+    unsigned b, kh, at;
 };
-__device__ inline HeadPlace head_place(unsigned place, unsigned heads, unsigned together,
+__device__ inline HeadPlace head_place(const AttentionDims& d, unsigned place, unsigned together,
                                        unsigned places_a_head) {
+    const unsigned NKV = unsigned(d.NKV);
     const unsigned some = together * places_a_head;
     const unsigned first = place / some * together;
-    const unsigned left = heads - first;
+    const unsigned left = unsigned(d.B) * NKV - first;
     const unsigned here = left < together ? left : together;
-    return {first + place % some % here, place % some / here};
+    const unsigned head = first + place % some % here;
+    return {head / NKV, head % NKV, place % some / here};
 }
 
 // A tile of rows of a key head, the first tile of keys that it may see, and the number of those
@@ -85,15 +86,13 @@ struct TileQueue {
         if (threadIdx.x % 32 == 0)
             place = atomicAdd(claimed, 1u);
         place = __shfl_sync(ALL_LANES, place, 0);
-        const unsigned NKV = unsigned(x.d.NKV);
-        const unsigned heads = unsigned(x.d.B) * NKV;
-        if (place >= heads * x.tiles)
+        if (place >= unsigned(x.d.B * x.d.NKV) * x.tiles)
             return {0, 0, 0, 0, -1};
 
         // All key heads of a sequence have the same order.
-        const HeadPlace next = head_place(place, heads, heads_together, x.tiles);
-        RowTile rows = order[x.tile_at(next.head / NKV, next.at)];
-        rows.kh = next.head % NKV;
+        const HeadPlace next = head_place(x.d, place, heads_together, x.tiles);
+        RowTile rows = order[x.tile_at(next.b, next.at)];
+        rows.kh = next.kh;
         return rows;
     }
 };
@@ -171,7 +170,7 @@ void make_queue(const TileQueue& queue, const RowOperands<T>& x, cudaStream_t st
 constexpr int WARPGROUP = 128; // threads
 constexpr int HOPPER_THREADS = 3 * WARPGROUP;
 constexpr int CONSUMERS = 2 * WARPGROUP;
-constexpr int HOPPER_KEYS = 128;  // in a tile
+LLMC_HD constexpr int hopper_keys(size_t HS) { return HS > 128 ? 64 : 128; } // in a tile
 constexpr int FORWARD_ROWS = 128; // in a block's tile, with idle ones
 constexpr int STAGES = 2;         // tiles that are loaded or in use
 // A warp releases k before it masks, so positions of keys stay for twice as many tiles.
@@ -208,7 +207,6 @@ template <int D> constexpr int CHUNKS = (D + 63) / 64; // of 64 channels, in a r
 template <int D> constexpr int BACKWARD_ROWS = D > 64 ? 64 : 128;
 constexpr int PARTS = 2;
 
-#if HOPPER_PASS
 // ----------------------------------------------------------------------------
 // tiles in shared memory: chunks of 64 channels, in each 128 bytes a row
 
@@ -217,23 +215,22 @@ constexpr int PARTS = 2;
 __device__ inline int ring_stage(int i) { return i % STAGES; }
 __device__ inline uint32_t ring_parity(int i) { return uint32_t(i / STAGES) & 1; }
 
-// The producer's note to the consumers: a tile's number, and whether all of it is visible; -1 after
-// the last tile.
-__device__ inline int tile_note(int tile, bool all) { return tile < 0 ? -1 : 2 * tile + all; }
-__device__ inline int note_tile(int note) { return note / 2; }
-__device__ inline bool note_all(int note) { return note & 1; }
+// The producer's note: a tile's number, -1 after the last one, and whether all of it is visible.
+struct TileNote {
+    int tile, all;
+};
 
-// Masks and softmax take parts of 8 columns; wgmma() takes the same registers as one array.
-template <int N>
-__device__ __forceinline__ float (&flat(float (&x)[N][4]))[4 * N] {
-    return reinterpret_cast<float(&)[4 * N]>(x);
+// Masks and softmax take parts of 8 columns; wgmma() takes the registers of n parts as one array.
+template <int n, int N>
+__device__ __forceinline__ float (&flat(float (&x)[N][4], int first = 0))[4 * n] {
+    return reinterpret_cast<float(&)[4 * n]>(x[first]);
 }
 
 // Call it after a wait: it keeps the compiler from reading the accumulators x earlier.
 template <int N>
 __device__ __forceinline__ void hold(float (&x)[N][4]) {
     #pragma unroll
-    for (float& y : flat(x))
+    for (float& y : flat<N>(x))
         keep(y);
 }
 
@@ -257,25 +254,28 @@ __device__ __forceinline__ void issue_rows_times_rows(float (&s)[NT][4], uint32_
     wg_fence();
     #pragma unroll
     for (int k = 0; k < D / 16; k++)
-        // 16 channels are 32 bytes of a row; after 64 channels comes the next chunk. The first
-        // product overwrites s.
-        wgmma<T, 8 * NT, 0, 0>(flat(s), further<NARROW>(a_at, k / 4 * a_rows * 128 + k % 4 * 32),
+        // 16 channels are 32 bytes of a chunk's row. The first product overwrites s.
+        wgmma<T, 8 * NT, 0, 0>(flat<NT>(s),
+                               further<NARROW>(a_at, k / 4 * a_rows * 128 + k % 4 * 32),
                                further<NARROW>(b_at, k / 4 * b_rows * 128 + k % 4 * 32), k != 0);
     wg_commit();
 }
 
-// Issue sum (64, 8 CT) += p (64, 16 KT) times 16 KT rows of b, all their channels. A chunk
-// has b_rows rows.
+// Issue sum (64, 8 CT) += p (64, 16 KT) times 16 KT rows of b. A chunk has b_rows rows.
 template <typename T, bool NARROW, int KT, int CT>
 __device__ __forceinline__ void issue_scores_times_rows(float (&sum)[CT][4],
                                                         const uint32_t (&p)[KT][4], uint32_t b,
                                                         int b_rows) {
     const uint64_t b_at = descriptor(b, b_rows * 128, 1024);
+    constexpr int PART = CT % 16 == 0 ? 16 : 8; // a product has 128 channels, or 64
     wg_fence();
     #pragma unroll
     for (int k = 0; k < KT; k++)
-        // b is MN-major: one product takes 16 rows of 128 bytes, 2048 bytes in all.
-        wgmma_rs<T, 8 * CT, 1>(flat(sum), p[k], further<NARROW>(b_at, k * 2048), 1);
+        #pragma unroll
+        for (int c = 0; c < CT; c += PART)
+            // b is MN-major: one product takes 16 rows of 128 bytes, 2048 bytes of each chunk.
+            wgmma_rs<T, 8 * PART, 1>(flat<PART>(sum, c), p[k],
+                                     further<NARROW>(b_at, c / 8 * b_rows * 128 + k * 2048), 1);
     wg_commit();
 }
 
@@ -312,13 +312,27 @@ __device__ __forceinline__ void load_chunks(unsigned char* tile, int rows, const
         tma_load_4d(tile + c * rows * 128, map, full, 64 * c, int(head), int(from), int(b));
 }
 
-// Arrive once for a warp. All its lanes have passed their wait, so the warp has read what
-// the barrier guards.
+// Run the roles of a block. A role has a whole warpgroup, since all four warps must execute
+// setmaxnreg and wgmma. The first one gives registers away, of 168 that a launch gives to each
+// thread, and two of its warps work.
+template <typename Block>
+__device__ __forceinline__ void run_roles(const Block& block) {
+    const int role = __shfl_sync(ALL_LANES, int(threadIdx.x / WARPGROUP), 0);
+    if (role > 0) {
+        regs_inc<Block::MANY_REGISTERS>();
+        return block.consume(role - 1);
+    }
+    regs_dec<Block::FEW_REGISTERS>();
+    const int warp = __shfl_sync(ALL_LANES, int(threadIdx.x / 32), 0);
+    if (warp == 0) block.produce();
+    if (warp == 1) block.hand_out();
+}
+
+// Arrive once for a warp. All its lanes have passed their wait, so it has read what is guarded.
 __device__ inline void release(uint64_t* barrier) {
     if (threadIdx.x % 32 == 0)
         mbar_arrive(barrier);
 }
-#endif
 
 // ----------------------------------------------------------------------------
 // forward: a producer warp, a warp that stores out, two consumer warpgroups of 64 rows each
@@ -338,21 +352,23 @@ __device__ inline void release(uint64_t* barrier) {
 //   TURN + me        256: the other warpgroup, when its   warpgroup `me`, before it issues its own
 //                       products are issued, and `me`
 //
-// n and i count all tiles of the block, so rings and turns continue from tile to tile.
+// n and i count all tiles of the block, so rings and turns continue from tile to tile. Where out
+// overwrites q, the producer waits for out_free, phase n - 1, and consumers for q_free, phase n.
 
-// The shared memory of a block in the forward pass: q, out, and STAGES tiles of k and of v. At 128
-// channels 192 KB, so an SM has one block.
-template <int D> struct ForwardShared {
-    static constexpr int M = FORWARD_ROWS, N = HOPPER_KEYS, C = CHUNKS<D>;
+// A block of the forward pass: its operands, its shared memory, and the roles of its warps. At 128
+// and at 256 channels it takes 192 KB, so an SM has one block.
+template <typename T, int D, bool CAPPED> struct ForwardBlock {
+    static constexpr int M = FORWARD_ROWS, N = hopper_keys(D), C = CHUNKS<D>;
+    static constexpr int FEW_REGISTERS = 40, MANY_REGISTERS = 232; // 40 + 2 * 232 = 3 * 168
     static constexpr int Q_BYTES = C * M * 128, K_BYTES = C * N * 128; // of a tile
-    static constexpr size_t BYTES = 2 * (Q_BYTES + STAGES * K_BYTES);
-    unsigned char* q = dynamic_shared();     // (C, M, 64)
-    unsigned char* out = q + Q_BYTES;        // (C, M, 64)
-    unsigned char* k = out + Q_BYTES;        // (STAGES, C, N, 64)
-    unsigned char* v = k + STAGES * K_BYTES; // (STAGES, C, N, 64)
-    RowTile* rows;                           // the tile of rows that q belongs to
+    static constexpr bool OUT_IN_Q = D > 128; // there is no room for both: out overwrites q
+    static constexpr size_t BYTES = (OUT_IN_Q ? 1 : 2) * Q_BYTES + 2 * STAGES * K_BYTES;
+    const HopperMaps& maps;
+    const HopperOperands<T>& x;
+    float* lse;                              // (B,NH,Tq)
+    RowTile* q_rows;                         // the tile of rows that q has
     int* key_positions;                      // (POSITION_STAGES, N) for tiles that need a mask
-    int* tile_notes;                         // (STAGES) see tile_note()
+    TileNote* notes;                         // (STAGES)
     // The barriers follow each other from q_full on.
     uint64_t* q_full;
     uint64_t* q_free = q_full + 1;
@@ -362,300 +378,266 @@ template <int D> struct ForwardShared {
     uint64_t* v_full = k_full + STAGES;      // (STAGES)
     uint64_t* k_free = v_full + STAGES;      // (STAGES)
     uint64_t* v_free = k_free + STAGES;      // (STAGES)
-};
+    unsigned char* q = dynamic_shared();     // (C, M, 64)
+    unsigned char* out = OUT_IN_Q ? q : q + Q_BYTES; // (C, M, 64)
+    unsigned char* k = out + Q_BYTES;        // (STAGES, C, N, 64)
+    unsigned char* v = k + STAGES * K_BYTES; // (STAGES, C, N, 64)
 
-#if HOPPER_PASS
-// Load every tile of keys that a tile of rows sees, up to STAGES ahead. i counts these tiles.
-template <typename T, int D>
-__device__ __forceinline__ void load_keys(const ForwardShared<D>& shared, const HopperMaps& maps,
-                                          const HopperOperands<T>& x, const RowTile& rows, int& i,
-                                          bool leader) {
-    constexpr int N = HOPPER_KEYS;
-    const int lane = threadIdx.x % 32;
-    const size_t b = rows.b;
-    const KeyTiles<T, N> look = {x, b, x.row_spans[x.tile_at(b, rows.tile)]};
-    TileWalk walk = {int(x.key_tiles), rows.first_keys - 32};
-    for (const int end = i + rows.key_tiles; i < end; i++) {
-        // The walk finds as many tiles as the queue has counted.
-        bool all = false;
-        const int stage = ring_stage(i);
-        const int tile = walk.next(all, look);
+    // Load every tile of keys that a tile of rows sees, up to STAGES ahead. i counts these tiles.
+    __device__ __forceinline__ void load_keys(const RowTile& rows, int& i, bool leader) const {
+        const int lane = threadIdx.x % 32;
+        const size_t b = rows.b;
+        const KeyTiles<T, N> look = {x, b, x.row_spans[x.tile_at(b, rows.tile)]};
+        TileWalk walk = {int(x.key_tiles), rows.first_keys - 32};
+        for (const int end = i + rows.key_tiles; i < end; i++) {
+            // The walk finds as many tiles as the queue has counted.
+            bool all = false;
+            const int stage = ring_stage(i);
+            const int tile = walk.next(all, look);
 
-        // One barrier covers all chunks of a tile.
-        auto load = [&](unsigned char* to, const CUtensorMap* map, uint64_t* full) {
-            mbar_expect_tx(full + stage, shared.K_BYTES);
-            load_chunks<CHUNKS<D>>(to + stage * shared.K_BYTES, N, map, full + stage, rows.kh,
-                                   size_t(tile) * N, b);
+            // One barrier covers all chunks of a tile.
+            auto load = [&](unsigned char* to, const CUtensorMap* map, uint64_t* full) {
+                mbar_expect_tx(full + stage, K_BYTES);
+                load_chunks<C>(to + stage * K_BYTES, N, map, full + stage, rows.kh,
+                                       size_t(tile) * N, b);
+            };
+
+            // Read the positions that a mask will need while the stage is still in use.
+            const bool masked = !all || x.slopes;
+            int positions[N / 32];
+            for (int j = 0; masked && j < N / 32; j++)
+                positions[j] = x.position_of(b, size_t(tile) * N + 32 * j + lane);
+
+            // Wait until the stage is free again. The first STAGES waits return at once.
+            mbar_wait(k_free + stage, ring_parity(i) ^ 1);
+            for (int j = 0; masked && j < N / 32; j++)
+                key_positions[i % POSITION_STAGES * N + 32 * j + lane] = positions[j];
+            __syncwarp();
+            if (leader) {
+                notes[stage] = {tile, all};
+
+                // Load k at once, and v when its stage is free: P V runs one tile later than Q K^T.
+                load(k, &maps.k, k_full);
+                mbar_wait(v_free + stage, ring_parity(i) ^ 1);
+                load(v, &maps.v, v_full);
+            }
+
+            __syncwarp(); // all lanes vote in the walk
+        }
+    }
+
+    // The producer: claim tiles of rows until none is left, and load q and the keys of each.
+    __device__ __forceinline__ void produce() const {
+        const bool leader = elect_one();
+        for (int n = 0, i = 0;; n++) {
+            // Claim the next tile while the tile before is still being computed.
+            const RowTile rows = x.queue.claim(x);
+
+            // Load q when the last scores of the tile before are done, and out is not in its place.
+            if (leader) {
+                mbar_wait(OUT_IN_Q ? out_free : q_free, (n & 1) ^ 1);
+                *q_rows = rows;
+                if (rows.key_tiles < 0) {
+                    mbar_arrive(q_full);
+                } else {
+                    // Idle rows are not loaded and do not count as bytes.
+                    mbar_expect_tx(q_full, C * 128 * x.tile_rows);
+                    load_chunks<C>(q, M, &maps.q, q_full, rows.kh * x.group,
+                                   rows.tile * (x.tile_rows / x.group), rows.b);
+                }
+            }
+            __syncwarp();
+
+            // Load the keys into the ring, as its stages become free.
+            if (rows.key_tiles < 0) return;
+            load_keys(rows, i, leader);
+        }
+    }
+
+    // The storer: store out, tile after tile. One thread does it.
+    __device__ __forceinline__ void hand_out() const {
+        if (!elect_one()) return;
+        for (int n = 0;; n++) {
+            // Read which rows to store. Then the producer may overwrite this with the next tile.
+            mbar_wait(q_full, n & 1);
+            const RowTile rows = *q_rows;
+            if (rows.key_tiles < 0) return;
+            mbar_arrive(q_free);
+
+            // Store the tile. Idle rows are outside the box.
+            mbar_wait(out_full, n & 1);
+            for (int c = 0; c < C; c++)
+                tma_store_4d(&maps.out, out + c * M * 128, 64 * c, int(rows.kh * x.group),
+                             int(rows.tile * (x.tile_rows / x.group)), int(rows.b));
+            bulk_commit();
+            // TMA must have read it before the next tile's out is written, or the block ends.
+            bulk_wait_read<0>();
+            mbar_arrive(out_free);
+        }
+    }
+
+    // Divide by the sums of exponentials. Write lse, and put out into shared memory for the storer.
+    __device__ __forceinline__ void epilogue(const RowTile& rows, int n, int my_row,
+                                             float (&sum)[8 * C][4], const float (&row_max)[2],
+                                             const float (&row_sum)[2]) const {
+        const int lane = threadIdx.x % 32;
+        // Four lanes share a row: all of them join in the sum, and the first one writes lse.
+        float inverse[2];
+        #pragma unroll
+        for (int i = 0; i < 2; i++) {
+            float total = row_total(row_sum[i]);
+            bool seen = total != 0; // true for a NaN too
+            inverse[i] = seen ? 1 / total : 0;
+            unsigned slot = unsigned(my_row + 8 * i + lane / 4);
+            unsigned row = rows.tile * x.tile_rows + slot;
+            if (lane % 4 == 0 && slot < x.tile_rows && row < x.rows)
+                lse[x.lse_at(rows.b, x.head_of(row, rows.kh), x.query_of(row))] =
+                    seen ? row_max[i] * LN2 + logf(total) : -INFINITY;
+        }
+
+        // Write out to shared memory, where TMA can read it.
+        scale_rows(sum, inverse);
+        uint32_t o[4 * C][4];
+        pack_scores<T>(o, sum);
+        // Wait until nobody reads q, or for the store of the tile before, which ended long ago.
+        if (OUT_IN_Q) mbar_wait(q_free, n & 1);
+        else mbar_wait(out_free, (n & 1) ^ 1);
+        put_rows(out, M, my_row, o);
+        fence_async_smem();
+        __syncwarp();
+        release(out_full);
+    }
+
+    // Compute one tile of rows, 64 rows of out in each warpgroup. S = Q K^T of one tile of keys
+    // runs together with P V of the tile before. i counts tiles of keys, n tiles of rows.
+    __device__ __forceinline__ void compute(const RowTile& rows, int me, int n, int& i) const {
+        // Addresses point at the warpgroup's 64 rows; my_row is the first of the warp's 16.
+        const int my_row = 64 * me + 16 * (threadIdx.x / 32 % 4); // in the tile
+        const uint32_t my_q = smem_u32(q) + uint32_t(64 * me * 128);
+        const uint32_t k_at = smem_u32(k);
+        const uint32_t v_at = smem_u32(v);
+        const float scale = x.factor;
+        // A thread holds two rows of s (64, N) and of out (64, 64 C), 8 apart among its warp's 16.
+        float s[N / 8][4], sum[8 * C][4] = {};
+        float row_max[2] = {-INFINITY, -INFINITY}, row_sum[2] = {}, rescale[2];
+        uint32_t p[N / 16][4];
+
+        // Find what this thread's two rows see.
+        const unsigned my_first = unsigned(my_row) + threadIdx.x % 32 / 4;
+        const KeyRange* my_ranges = x.tile_ranges(rows.b, rows.tile) + my_first;
+        const KeyRange ranges[2] = {my_ranges[0], my_ranges[8]};
+
+        // Mask a tile's scores and add them to the running softmax.
+        auto softmax = [&](int i, bool all) { // for tile i; p replaces s
+            float factor = scale;
+            const int* positions = key_positions + i % POSITION_STAGES * N;
+            if (CAPPED) cap_scores(s, x.cap_factor);
+            if (!CAPPED && x.slopes) {
+                const unsigned row = rows.tile * x.tile_rows + my_first;
+                const float slopes[2] = {x.slope(x.head_of(row, rows.kh)) * LOG2E,
+                                         x.slope(x.head_of(row + 8, rows.kh)) * LOG2E};
+                slope_scores(s, ranges, slopes, positions, scale);
+                factor = 1;
+            }
+            if (!all) mask_scores(s, ranges, positions);
+            online_softmax(s, row_max, row_sum, rescale, factor);
         };
 
-        // Read the positions that a mask will need from global memory while the stage is
-        // still in use.
-        const bool masked = !all || x.slopes;
-        int positions[N / 32];
-        for (int j = 0; masked && j < N / 32; j++)
-            positions[j] = x.position_of(b, size_t(tile) * N + 32 * j + lane);
+        // Call it when Q K^T of tile i is done: release its keys, and after the last tile q.
+        const int end = i + rows.key_tiles;
+        auto release_scores = [&](int stage) {
+            release(k_free + stage);
+            if (i + 1 == end) release(q_free);
+        };
 
-        // Wait until the stage is free again. The first STAGES waits return at once.
-        mbar_wait(shared.k_free + stage, ring_parity(i) ^ 1);
-        for (int j = 0; masked && j < N / 32; j++)
-            shared.key_positions[i % POSITION_STAGES * N + 32 * j + lane] = positions[j];
-        __syncwarp();
-        if (leader) {
-            shared.tile_notes[stage] = tile_note(tile, all);
-
-            // Load k at once, and v when its stage is free: P V runs one tile later than Q K^T.
-            load(shared.k, &maps.k, shared.k_full);
-            mbar_wait(shared.v_free + stage, ring_parity(i) ^ 1);
-            load(shared.v, &maps.v, shared.v_full);
-        }
-
-        // Keep the lanes together, because all of them vote in the walk.
-        __syncwarp();
-    }
-}
-
-// The producer: claim tiles of rows until none is left, and load q and the keys of each.
-template <typename T, int D>
-__device__ __forceinline__ void forward_producer(const ForwardShared<D>& shared,
-                                                 const HopperMaps& maps,
-                                                 const HopperOperands<T>& x) {
-    constexpr int C = CHUNKS<D>;
-    const bool leader = elect_one();
-    for (int n = 0, i = 0;; n++) {
-        // Claim the next tile while the tile before is still being computed.
-        const RowTile rows = x.queue.claim(x);
-
-        // Load q as soon as the last scores of the tile before are done.
-        if (leader) {
-            mbar_wait(shared.q_free, (n & 1) ^ 1);
-            *shared.rows = rows;
-            if (rows.key_tiles < 0) {
-                mbar_arrive(shared.q_full);
-            } else {
-                // Idle rows are not loaded and do not count as bytes.
-                mbar_expect_tx(shared.q_full, C * 128 * x.tile_rows);
-                load_chunks<C>(shared.q, FORWARD_ROWS, &maps.q, shared.q_full, rows.kh * x.group,
-                               rows.tile * (x.tile_rows / x.group), rows.b);
-            }
-        }
-        __syncwarp();
-
-        // Load the keys into the ring, as its stages become free.
-        if (rows.key_tiles < 0) return;
-        load_keys(shared, maps, x, rows, i, leader);
-    }
-}
-
-// The storer: store out, tile after tile. One thread does it.
-template <typename T, int D>
-__device__ __forceinline__ void forward_storer(const ForwardShared<D>& shared,
-                                               const HopperMaps& maps,
-                                               const HopperOperands<T>& x) {
-    constexpr int M = FORWARD_ROWS;
-    constexpr int C = CHUNKS<D>;
-    for (int n = 0;; n++) {
-        // Read which rows to store. Then the producer may overwrite this with the next tile.
-        mbar_wait(shared.q_full, n & 1);
-        const RowTile rows = *shared.rows;
-        if (rows.key_tiles < 0) return;
-        mbar_arrive(shared.q_free);
-
-        // Store the tile. Idle rows are outside the box.
-        mbar_wait(shared.out_full, n & 1);
-        for (int c = 0; c < C; c++)
-            tma_store_4d(&maps.out, shared.out + c * M * 128, 64 * c, int(rows.kh * x.group),
-                         int(rows.tile * (x.tile_rows / x.group)), int(rows.b));
-        bulk_commit();
-        // TMA must have read shared memory before the next tile's out is written or the block ends.
-        bulk_wait_read<0>();
-        mbar_arrive(shared.out_free);
-    }
-}
-
-// Divide by the sums of exponentials. Write lse, and put out into shared memory for the storer.
-template <typename T, int D, int CT>
-__device__ __forceinline__ void
-forward_epilogue(const ForwardShared<D>& shared, float* lse, const HopperOperands<T>& x,
-                 const RowTile& rows, int n, int my_row, float (&sum)[CT][4],
-                 const float (&row_max)[2], const float (&row_sum)[2]) {
-    const int lane = threadIdx.x % 32;
-    // Four lanes share a row: all of them join in the sum, and the first one writes lse.
-    float inverse[2];
-    #pragma unroll
-    for (int i = 0; i < 2; i++) {
-        float total = row_total(row_sum[i]);
-        bool seen = total != 0; // true for a NaN too
-        inverse[i] = seen ? 1 / total : 0;
-        unsigned slot = unsigned(my_row + 8 * i + lane / 4);
-        unsigned row = rows.tile * x.tile_rows + slot;
-        if (lane % 4 == 0 && slot < x.tile_rows && row < x.rows)
-            lse[x.lse_at(rows.b, x.head_of(row, rows.kh), x.query_of(row))] =
-                seen ? row_max[i] * LN2 + logf(total) : -INFINITY;
-    }
-
-    // Write out to shared memory, where TMA can read it.
-    scale_rows(sum, inverse);
-    uint32_t o[CT / 2][4];
-    pack_scores<T>(o, sum);
-    // Wait for the store of the tile before, which usually ended long ago.
-    mbar_wait(shared.out_free, (n & 1) ^ 1);
-    put_rows(shared.out, FORWARD_ROWS, my_row, o);
-    fence_async_smem();
-    __syncwarp();
-    release(shared.out_full);
-}
-
-// Compute one tile of rows, 64 rows of out in each warpgroup. S = Q K^T of one tile of keys runs
-// together with P V of the tile of keys before. i counts tiles of keys, n tiles of rows.
-template <typename T, int D>
-__device__ __forceinline__ void forward_rows(const ForwardShared<D>& shared, float* lse,
-                                             const HopperOperands<T>& x, const RowTile& rows,
-                                             int me, int n, int& i) {
-    constexpr int M = FORWARD_ROWS, N = HOPPER_KEYS, NT = N / 8, CT = CHUNKS<D> * 8;
-    constexpr int K_BYTES = ForwardShared<D>::K_BYTES;
-    // Addresses point at the warpgroup's 64 rows; my_row is the first of the warp's 16.
-    const int my_row = 64 * me + 16 * (threadIdx.x / 32 % 4); // in the tile
-    const uint32_t my_q = smem_u32(shared.q) + uint32_t(64 * me * 128);
-    const uint32_t k_at = smem_u32(shared.k);
-    const uint32_t v_at = smem_u32(shared.v);
-    const float scale = x.factor;
-    // A thread holds two rows of s (64, N) and of out (64, 64 C), 8 apart among its warp's 16.
-    float s[NT][4], sum[CT][4] = {};
-    float row_max[2] = {-INFINITY, -INFINITY}, row_sum[2] = {}, rescale[2];
-    uint32_t p[NT / 2][4];
-
-    // Find what this thread's two rows see.
-    const unsigned my_first = unsigned(my_row) + threadIdx.x % 32 / 4;
-    const KeyRange* my_ranges = x.tile_ranges(rows.b, rows.tile) + my_first;
-    const KeyRange ranges[2] = {my_ranges[0], my_ranges[8]};
-
-    // Mask a tile's scores and add them to the running softmax.
-    auto softmax = [&](int i, bool all) { // for tile i; p replaces s
-        float factor = scale;
-        const int* positions = shared.key_positions + i % POSITION_STAGES * N;
-        if (x.slopes) {
-            const unsigned row = rows.tile * x.tile_rows + my_first;
-            const float slopes[2] = {x.slope(x.head_of(row, rows.kh)) * LOG2E,
-                                     x.slope(x.head_of(row + 8, rows.kh)) * LOG2E};
-            slope_scores(s, ranges, slopes, positions, scale);
-            factor = 1;
-        }
-        if (!all) mask_scores(s, ranges, positions);
-        online_softmax(s, row_max, row_sum, rescale, factor);
-    };
-
-    // Call it when Q K^T of tile i is done: release its keys, and after the last tile q.
-    const int end = i + rows.key_tiles;
-    auto release_scores = [&](int stage) {
-        release(shared.k_free + stage);
-        if (i + 1 == end) release(shared.q_free);
-    };
-
-    // Rows that see no tile go straight to the end.
-    if (rows.key_tiles == 0) {
-        __syncwarp(); // every lane has read shared.rows
-        release(shared.q_free);
-    } else {
-        // Compute the first tile's scores.
-        int before = ring_stage(i); // stage of the tile that p belongs to
-        mbar_wait(shared.k_full + before, ring_parity(i));
-        bool all = note_all(shared.tile_notes[before]);
-        bar_sync(TURN + me, CONSUMERS);
-        issue_rows_times_rows<T, D, true>(s, my_q, M, k_at + before * K_BYTES, N);
-        bar_arrive(TURN + 1 - me, CONSUMERS);
-        wg_wait<0>();
-        hold(s);
-        release_scores(before);
-        softmax(i, all);
-        pack_scores<T>(p, s);
-
-        while (++i < end) {
-            const int stage = ring_stage(i);
-            // Wait for this tile's keys, and for the values of the tile before.
-            mbar_wait(shared.k_full + stage, ring_parity(i));
-            mbar_wait(shared.v_full + before, ring_parity(i - 1));
-            all = note_all(shared.tile_notes[stage]);
-
-            // When it is this warpgroup's turn, issue Q K^T of this tile and P V of
-            // the tile before.
+        // Rows that see no tile go straight to the end.
+        if (rows.key_tiles == 0) {
+            __syncwarp(); // every lane has read q_rows
+            release(q_free);
+        } else {
+            // Compute the first tile's scores.
+            int before = ring_stage(i); // stage of the tile that p belongs to
+            mbar_wait(k_full + before, ring_parity(i));
+            bool all = notes[before].all;
             bar_sync(TURN + me, CONSUMERS);
-            issue_rows_times_rows<T, D, true>(s, my_q, M, k_at + stage * K_BYTES, N);
-            issue_scores_times_rows<T, true>(sum, p, v_at + before * K_BYTES, N);
+            issue_rows_times_rows<T, D, true>(s, my_q, M, k_at + before * K_BYTES, N);
             bar_arrive(TURN + 1 - me, CONSUMERS);
-
-            // Run this tile's softmax while the tensor cores compute P V.
-            wg_wait<1>();
+            wg_wait<0>();
             hold(s);
-            release_scores(stage);
+            release_scores(before);
             softmax(i, all);
-            never(row_sum[0] < 0); // keeps the wait below after the exponentials
+            pack_scores<T>(p, s);
 
-            // Rescale the sums to the new maximum.
+            while (++i < end) {
+                const int stage = ring_stage(i);
+                // Wait for this tile's keys, and for the values of the tile before.
+                mbar_wait(k_full + stage, ring_parity(i));
+                mbar_wait(v_full + before, ring_parity(i - 1));
+                all = notes[stage].all;
+
+                // When it is this warpgroup's turn, issue Q K^T of it and P V of the tile before.
+                bar_sync(TURN + me, CONSUMERS);
+                issue_rows_times_rows<T, D, true>(s, my_q, M, k_at + stage * K_BYTES, N);
+                issue_scores_times_rows<T, true>(sum, p, v_at + before * K_BYTES, N);
+                bar_arrive(TURN + 1 - me, CONSUMERS);
+
+                // Run this tile's softmax while the tensor cores compute P V.
+                wg_wait<1>();
+                hold(s);
+                release_scores(stage);
+                softmax(i, all);
+                never(row_sum[0] < 0); // keeps the wait below after the exponentials
+
+                // Rescale the sums to the new maximum.
+                wg_wait<0>();
+                hold(sum);
+                release(v_free + before);
+                scale_rows(sum, rescale);
+                pack_scores<T>(p, s);
+                before = stage;
+            }
+
+            // Add P V of the last tile.
+            mbar_wait(v_full + before, ring_parity(i - 1));
+            issue_scores_times_rows<T, true>(sum, p, v_at + before * K_BYTES, N);
             wg_wait<0>();
             hold(sum);
-            release(shared.v_free + before);
-            scale_rows(sum, rescale);
-            pack_scores<T>(p, s);
-            before = stage;
+            release(v_free + before);
         }
-
-        // Add P V of the last tile.
-        mbar_wait(shared.v_full + before, ring_parity(i - 1));
-        issue_scores_times_rows<T, true>(sum, p, v_at + before * K_BYTES, N);
-        wg_wait<0>();
-        hold(sum);
-        release(shared.v_free + before);
+        epilogue(rows, n, my_row, sum, row_max, row_sum);
     }
-    forward_epilogue(shared, lse, x, rows, n, my_row, sum, row_max, row_sum);
-}
 
-// A consumer: compute the tiles of rows that the producer claims, one after the other.
-template <typename T, int D>
-__device__ __forceinline__ void forward_consumer(const ForwardShared<D>& shared, float* lse,
-                                                 const HopperOperands<T>& x, int me) {
-    // 40 + 2 * 232 = 3 * 168: the registers that a launch gives to the threads of three warpgroups.
-    regs_inc<232>();
-    if (me == 1) bar_arrive(TURN, CONSUMERS); // warpgroup 0 has the first turn
-    for (int n = 0, i = 0;; n++) {
-        mbar_wait(shared.q_full, n & 1);
-        const RowTile rows = *shared.rows;
-        if (rows.key_tiles < 0) break;
-        forward_rows(shared, lse, x, rows, me, n, i);
+    // A consumer: compute the tiles of rows that the producer claims, one after the other.
+    __device__ __forceinline__ void consume(int me) const {
+        if (me == 1) bar_arrive(TURN, CONSUMERS); // warpgroup 0 has the first turn
+        for (int n = 0, i = 0;; n++) {
+            mbar_wait(q_full, n & 1);
+            const RowTile rows = *q_rows;
+            if (rows.key_tiles < 0) break;
+            compute(rows, me, n, i);
+        }
+        if (me == 0) bar_sync(TURN, CONSUMERS); // takes the last turn that warpgroup 1 gave
     }
-    if (me == 0) bar_sync(TURN, CONSUMERS); // takes the last turn that warpgroup 1 gave
-}
-#endif
+};
 
 // Forward. The grid is one block for each SM; a block claims its tiles from x.queue.
-template <typename T, int D>
+template <typename T, int D, bool CAPPED>
 __global__ void __launch_bounds__(HOPPER_THREADS, 1)
     attention_hopper_forward_kernel(const __grid_constant__ HopperMaps maps, float* lse,
                                     const HopperOperands<T> x) {
 #if HOPPER_PASS
-    LLMC_SHARED(RowTile, rows, 1);
-    LLMC_SHARED(int, key_positions, POSITION_STAGES * HOPPER_KEYS);
-    LLMC_SHARED(int, tile_notes, STAGES);
+    LLMC_SHARED(RowTile, q_rows, 1);
+    LLMC_SHARED(int, key_positions, POSITION_STAGES * hopper_keys(D));
+    LLMC_SHARED(TileNote, notes, STAGES);
     LLMC_SHARED(uint64_t, barriers, 4 + 4 * STAGES);
+    const ForwardBlock<T, D, CAPPED> block = {maps, x, lse, q_rows, key_positions, notes, barriers};
 
-    const ForwardShared<D> shared = {.rows = rows, .key_positions = key_positions,
-                                     .tile_notes = tile_notes, .q_full = barriers};
     // Arrivals as in the table above: those of q, of out, of the full and of the free k and v.
     constexpr int W = CONSUMER_WARPS;
     begin_block<1, W + 1, W, 1, 1, 1, 1, 1, W, W, W, W>(barriers, maps.q, maps.k, maps.v, maps.out);
     __syncthreads();
 
-    // A role has a whole warpgroup: all four warps must execute setmaxnreg and wgmma.
-    const int role = __shfl_sync(ALL_LANES, int(threadIdx.x / WARPGROUP), 0);
-    if (role > 0)
-        return forward_consumer(shared, lse, x, role - 1);
-
-    // The first warpgroup gives its registers away. Two of its warps work.
-    regs_dec<40>();
-    const int warp = __shfl_sync(ALL_LANES, int(threadIdx.x / 32), 0);
-    if (warp == 0)
-        forward_producer(shared, maps, x);
-    if (warp == 1 && elect_one())
-        forward_storer(shared, maps, x);
+    run_roles(block);
 #else
     needs_sm90a();
 #endif
@@ -686,23 +668,23 @@ __device__ inline size_t fragment_at(int j, int part, int thread) {
     return (size_t(j) * PARTS * WARPGROUP + size_t(part) * WARPGROUP + thread) * 4;
 }
 
-// The shared memory of a block in the backward pass: k, v, STAGES tiles of q, dout and dS^T, and dQ
-// in float. 192 KB at 64 channels, and at 128.
-template <int D> struct BackwardShared {
-    static constexpr int M = BACKWARD_ROWS<D>, N = HOPPER_KEYS, C = CHUNKS<D>;
+// A block of the backward pass: its operands, its shared memory (192 KB at 64 and at 128 channels),
+// and the roles of its warps.
+template <typename T, int D, bool CAPPED> struct BackwardBlock {
+    static constexpr int M = BACKWARD_ROWS<D>, N = hopper_keys(D), C = CHUNKS<D>;
+    static constexpr int FEW_REGISTERS = 24, MANY_REGISTERS = 240; // 24 + 2 * 240 = 3 * 168
     static constexpr int K_BYTES = C * N * 128, Q_BYTES = C * M * 128; // of a tile
     static constexpr int DS_BYTES = N * M * 2, DQ_BYTES = PARTS * 64 * 64 * int(sizeof(float));
     static constexpr size_t BYTES = 2 * K_BYTES + STAGES * (2 * Q_BYTES + DS_BYTES) + DQ_BYTES;
-    unsigned char* k = dynamic_shared();          // (C, N, 64)
-    unsigned char* v = k + K_BYTES;               // (C, N, 64)
-    unsigned char* q = v + K_BYTES;               // (STAGES, C, M, 64)
-    unsigned char* dout = q + STAGES * Q_BYTES;   // (STAGES, C, M, 64)
-    unsigned char* ds = dout + STAGES * Q_BYTES;  // (STAGES, M / 64, N, 64) dS^T
-    float* dq = reinterpret_cast<float*>(ds + STAGES * DS_BYTES); // (PARTS, 64, 64) fragments
+    const HopperMaps& maps;
+    const HopperOperands<T>& x;
+    const Results<T>&dk, &dv;
+    size_t b, kh;                                 // the key head
+    int at;                                       // the block's place among those of the head
     float *tile_lse, *tile_sums;                  // (STAGES, M)
     KeyRange* tile_ranges;                        // (STAGES, M) of the rows
     int* key_positions;                           // (N)
-    int* tile_notes;                              // (STAGES)
+    TileNote* notes;                              // (STAGES)
     // The barriers follow each other from k_full on.
     uint64_t* k_full;
     uint64_t* dq_full = k_full + 1;
@@ -711,362 +693,324 @@ template <int D> struct BackwardShared {
     uint64_t* dout_full = q_full + STAGES;        // (STAGES)
     uint64_t* q_free = dout_full + STAGES;        // (STAGES)
     uint64_t* dout_free = q_free + STAGES;        // (STAGES)
-};
+    unsigned char* k = dynamic_shared();          // (C, N, 64)
+    unsigned char* v = k + K_BYTES;               // (C, N, 64)
+    unsigned char* q = v + K_BYTES;               // (STAGES, C, M, 64)
+    unsigned char* dout = q + STAGES * Q_BYTES;   // (STAGES, C, M, 64)
+    unsigned char* ds = dout + STAGES * Q_BYTES;  // (STAGES, M / 64, N, 64) dS^T
+    float* dq = reinterpret_cast<float*>(ds + STAGES * DS_BYTES); // (PARTS, 64, 64) fragments
 
-#if HOPPER_PASS
-// The keys and the key head of a block. Blocks start in the order of `at`, which is the order in
-// which a tile's dQ is summed.
-struct KeyBlock {
-    size_t b, kh;
-    int at, last; // index among a head's blocks, and the last index
-    bool first_keys_first;
-    __device__ int tile(int at) const { return first_keys_first ? at : last - at; } // of keys
-    __device__ size_t key0() const { return size_t(tile(at)) * HOPPER_KEYS; }
-};
-// The keys of this block. As many heads run together as L2 holds: first one block of each head,
-// then the next block of each.
-template <typename T>
-__device__ KeyBlock key_block_here(const HopperOperands<T>& x) {
-    const unsigned NKV = unsigned(x.d.NKV);
-    const unsigned heads = unsigned(x.d.B) * NKV;
-    const HeadPlace here = head_place(blockIdx.x, heads, x.queue.heads_together, x.key_tiles);
-    return {here.head / NKV, here.head % NKV, int(here.at), int(x.key_tiles) - 1,
-            x.first_keys_first};
-}
+    // The tile of keys of the block at a place. Blocks start in the order of places, which is the
+    // order in which a tile's dQ is summed.
+    __device__ int key_tile(int at) const {
+        return x.first_keys_first ? at : int(x.key_tiles) - 1 - at;
+    }
+    __device__ size_t key0() const { return size_t(key_tile(at)) * N; }
 
-// The producer: load the block's k and v once, then every tile of rows that sees them, up to
-// STAGES tiles ahead.
-template <typename T, int D, typename F>
-__device__ __forceinline__ void backward_producer(const BackwardShared<D>& shared,
-                                                  const HopperMaps& maps,
-                                                  const HopperOperands<T>& x,
-                                                  const KeyBlock& block, F look) {
-    constexpr int M = BACKWARD_ROWS<D>;
-    constexpr int C = CHUNKS<D>;
-    const size_t b = block.b;
-    const size_t kh = block.kh;
-    const bool leader = elect_one();
-    if (leader) {
-        // One barrier covers k and v, which are loaded once and stay.
-        mbar_expect_tx(shared.k_full, 2 * BackwardShared<D>::K_BYTES);
-        load_chunks<C>(shared.k, HOPPER_KEYS, &maps.k, shared.k_full, kh, block.key0(), b);
-        load_chunks<C>(shared.v, HOPPER_KEYS, &maps.v, shared.k_full, kh, block.key0(), b);
+    // Walk to the next tile of rows that sees the block's keys. Producer and adder walk the same
+    // tiles in the same order.
+    __device__ __forceinline__ int next_rows(TileWalk& walk, bool& all) const {
+        return walk.next(all, [&](int tile) {
+            const Span keys = x.key_spans[b * x.key_tiles + key_tile(at)];
+            const Visibility v = visibility(x.row_spans[x.tile_at(b, tile)], keys);
+            return v == ALL && key0() + N > x.d.Tk ? SOME : v;
+        });
     }
 
-    // Walk the tiles. A note of -1 ends them.
-    TileWalk walk = {int(x.tiles)};
-    for (int i = 0, tile = 0; tile >= 0; i++) {
+    // The producer: load k and v, then every tile of rows that sees them, up to STAGES ahead.
+    __device__ __forceinline__ void produce() const {
+        const bool leader = elect_one();
+        if (leader) {
+            // One barrier covers k and v, which are loaded once and stay.
+            mbar_expect_tx(k_full, 2 * K_BYTES);
+            load_chunks<C>(k, N, &maps.k, k_full, kh, key0(), b);
+            load_chunks<C>(v, N, &maps.v, k_full, kh, key0(), b);
+        }
+
+        // Walk the tiles. A note of -1 ends them.
+        TileWalk walk = {int(x.tiles)};
+        for (int i = 0, tile = 0; tile >= 0; i++) {
+            bool all = false;
+            const int stage = ring_stage(i);
+            tile = next_rows(walk, all);
+            // Load the numbers of all rows too, idle or not: lse and ranges with q, D with dout.
+            const size_t rows_at = x.tile_at(b, kh, tile) * M;
+            auto load = [&](unsigned char* to, const CUtensorMap* map, uint64_t* full,
+                            unsigned more_bytes) {
+                mbar_expect_tx(full + stage, C * 128 * x.tile_rows + more_bytes);
+                load_chunks<C>(to + stage * Q_BYTES, M, map, full + stage, kh * x.group,
+                               tile * (x.tile_rows / x.group), b);
+            };
+            auto load_numbers = [&](auto* to, const auto* from, uint64_t* full) {
+                bulk_load_1d(to + stage * M, from, M * sizeof(*to), full + stage);
+            };
+
+            // One lane issues the loads of a stage when the stage is free.
+            if (leader) {
+                mbar_wait(q_free + stage, ring_parity(i) ^ 1);
+                notes[stage] = {tile, all};
+                if (tile < 0) {
+                    mbar_arrive(q_full + stage);
+                } else {
+                    load(q, &maps.q, q_full, M * (sizeof(float) + sizeof(KeyRange)));
+                    load_numbers(tile_lse, x.row_lse + rows_at, q_full);
+                    load_numbers(tile_ranges, x.tile_ranges(b, tile), q_full);
+                    mbar_wait(dout_free + stage, ring_parity(i) ^ 1);
+                    load(dout, &maps.dout, dout_full, M * sizeof(float));
+                    load_numbers(tile_sums, x.row_sums + rows_at, dout_full);
+                }
+            }
+            __syncwarp();
+        }
+    }
+
+    // The adder: add the block's part of each tile's dQ to global memory, in the order of blocks.
+    __device__ __forceinline__ void hand_out() const {
+        const bool leader = elect_one();
+        const int lane = threadIdx.x % 32;
+
+        // Its turn in a tile is 1 + the last block before it that also adds to the tile, or 0.
+        // Where positions rise from key to key, a tile's visible keys are an interval: that is the
+        // next block or none. Else look further, 32 blocks at a time.
+        const Span* keys = x.key_spans + b * x.key_tiles;
+        const bool rises = __ballot_sync(ALL_LANES, !keys_rise(x, b, lane, 32)) == 0;
+        auto turn_in = [&](int tile) {
+            const RowSpans rows = x.row_spans[x.tile_at(b, tile)];
+            for (int n = at; n > 0; n -= 32) {
+                const int other = n - 1 - lane; // the nearest in lane 0
+                bool adds = other >= 0 && visibility(rows, keys[key_tile(other)]) != NOTHING;
+                const unsigned found = __ballot_sync(ALL_LANES, adds);
+                if (found) return n + 1 - __ffs(int(found));
+                if (rises) break;
+            }
+            return 0;
+        };
+
+        // Walk the tiles, and know the next one's turn early.
+        TileWalk walk = {int(x.tiles)};
         bool all = false;
-        const int stage = ring_stage(i);
-        tile = walk.next(all, look);
-        // Load the numbers of all rows too, idle ones included: lse and ranges with q, D with dout.
-        const size_t rows_at = x.tile_at(b, kh, tile) * M;
-        auto load = [&](unsigned char* to, const CUtensorMap* map, uint64_t* full,
-                        unsigned more_bytes) {
-            mbar_expect_tx(full + stage, C * 128 * x.tile_rows + more_bytes);
-            load_chunks<C>(to + stage * shared.Q_BYTES, M, map, full + stage, kh * x.group,
-                           tile * (x.tile_rows / x.group), b);
+        int tile = -1, turn = 0;
+        auto next = [&] {
+            tile = next_rows(walk, all);
+            if (tile >= 0) turn = turn_in(tile);
         };
-        auto load_numbers = [&](auto* to, const auto* from, uint64_t* full) {
-            bulk_load_1d(to + stage * M, from, M * sizeof(*to), full + stage);
-        };
-
-        // One lane issues the loads of a stage when the stage is free.
-        if (leader) {
-            mbar_wait(shared.q_free + stage, ring_parity(i) ^ 1);
-            shared.tile_notes[stage] = tile_note(tile, all);
-            if (tile < 0) {
-                mbar_arrive(shared.q_full + stage);
-            } else {
-                load(shared.q, &maps.q, shared.q_full, M * (sizeof(float) + sizeof(KeyRange)));
-                load_numbers(shared.tile_lse, x.row_lse + rows_at, shared.q_full);
-                load_numbers(shared.tile_ranges, x.tile_ranges(b, tile), shared.q_full);
-                mbar_wait(shared.dout_free + stage, ring_parity(i) ^ 1);
-                load(shared.dout, &maps.dout, shared.dout_full, M * sizeof(float));
-                load_numbers(shared.tile_sums, x.row_sums + rows_at, shared.dout_full);
-            }
-        }
-        __syncwarp();
-    }
-}
-
-// The adder: add the block's part of each tile's dQ to global memory, in the order of blocks.
-template <typename T, int D, typename F>
-__device__ __forceinline__ void backward_adder(const BackwardShared<D>& shared,
-                                               const HopperOperands<T>& x, const KeyBlock& block,
-                                               F look) {
-    const bool leader = elect_one();
-    const int lane = threadIdx.x % 32;
-
-    // Its turn in a tile is 1 + the last block before it that also adds to the tile, or 0. Where
-    // positions rise from key to key, a tile's visible keys are an interval: that is the next block
-    // or none. Else look further, 32 blocks at a time.
-    const Span* keys = x.key_spans + block.b * x.key_tiles;
-    const bool rises = __ballot_sync(ALL_LANES, !keys_rise(x, block.b, lane, 32)) == 0;
-    auto turn_in = [&](int tile) {
-        const RowSpans rows = x.row_spans[x.tile_at(block.b, tile)];
-        for (int n = block.at; n > 0; n -= 32) {
-            const int other = n - 1 - lane; // the nearest in lane 0
-            bool adds = other >= 0 && visibility(rows, keys[block.tile(other)]) != NOTHING;
-            const unsigned found = __ballot_sync(ALL_LANES, adds);
-            if (found) return n + 1 - __ffs(int(found));
-            if (rises) break;
-        }
-        return 0;
-    };
-
-    // Walk the tiles, and know the next one's turn early.
-    TileWalk walk = {int(x.tiles)};
-    bool all = false;
-    int tile = -1, turn = 0;
-    auto next = [&] {
-        tile = walk.next(all, look);
-        if (tile >= 0) turn = turn_in(tile);
-    };
-    next();
-    for (int i = 0; tile >= 0; i++) {
-        // Add when it is this block's turn. The first block stores instead, so that nobody has to
-        // zero dQ. The consumers may write the next part as soon as this one has been read.
-        const size_t at = x.tile_at(block.b, block.kh, tile);
-        const int passed = block.at + 1 - turn;
-        if (leader) {
-            float* to = x.dq + at * PARTS * 64 * 64;
-            mbar_wait(shared.dq_full, i & 1);
-            // GPUs start blocks in the order of their indices, though CUDA does not promise it. The
-            // blocks before this one are then already running, and the wait ends.
-            wait_for_turn(x.turns + at, turn);
-            if (turn == 0)
-                bulk_store_1d(to, shared.dq, shared.DQ_BYTES);
-            else
-                bulk_reduce_add_f32(to, shared.dq, shared.DQ_BYTES);
-            bulk_commit();
-            bulk_wait_read<0>();
-            mbar_arrive(shared.dq_free);
-        }
-        __syncwarp();
-
-        // Find the next turn while the sum is on its way: it must have reached global memory
-        // before this turn is passed on.
         next();
-        if (leader) {
-            bulk_wait<0>();
-            pass_turn(x.turns + at, passed);
+        for (int i = 0; tile >= 0; i++) {
+            // Add when it is this block's turn. The first block stores instead, so that nobody has
+            // to zero dQ. The consumers may write the next part as soon as this one is read.
+            const size_t sums = x.tile_at(b, kh, tile);
+            const int passed = at + 1 - turn;
+            if (leader) {
+                float* to = x.dq + sums * PARTS * 64 * 64;
+                mbar_wait(dq_full, i & 1);
+                // The blocks before this one already run (see the header), so the wait ends.
+                wait_for_turn(x.turns + sums, turn);
+                if (turn == 0)
+                    bulk_store_1d(to, dq, DQ_BYTES);
+                else
+                    bulk_reduce_add_f32(to, dq, DQ_BYTES);
+                bulk_commit();
+                bulk_wait_read<0>();
+                mbar_arrive(dq_free);
+            }
+            __syncwarp();
+
+            // Find the next turn while the sum is on its way: it must have reached global memory
+            // before this turn is passed on.
+            next();
+            if (leader) {
+                bulk_wait<0>();
+                pass_turn(x.turns + sums, passed);
+            }
+            __syncwarp();
         }
-        __syncwarp();
     }
-}
 
-// Compute this warpgroup's part of dQ = dS K, and dK += dS^T Q, for tile i.
-template <typename T, int D, int CT, int KT>
-__device__ __forceinline__ void
-backward_dq_and_dk(const BackwardShared<D>& shared, float (&sum_k)[CT][4], float (&sum_v)[CT][4],
-                   const uint32_t (&ds_operand)[KT][4], int i, int me, uint32_t my_channels,
-                   uint32_t my_ds, uint32_t q_at) {
-    // Groups complete in order. The number in each wait below is how many may still be in flight.
-    const int stage = ring_stage(i);
-    const int thread = threadIdx.x % WARPGROUP;
-
-    // Issue dS K over all keys of the tile: (64, 64), either this warpgroup's rows or its channels.
-    float part[8][4];
-    wg_fence();
-    #pragma unroll
-    for (int n = 0; n < HOPPER_KEYS / 16; n++)
-        // Both operands are MN-major: dS^T and K are read as stored, and the sum runs over keys.
-        wgmma<T, 64, 1, 1>(flat(part),
-                           descriptor(my_ds + stage * shared.DS_BYTES + n * 2048, 16, 1024),
-                           descriptor(my_channels + n * 2048, 16, 1024), n != 0);
-    wg_commit();
-
-    // Wait for P^T dO, which was issued before; then issue dS^T Q.
-    wg_wait<1>();
-    hold(sum_v);
-    release(shared.dout_free + stage);
-    issue_scores_times_rows<T, false>(sum_k, ds_operand, q_at + stage * shared.Q_BYTES,
-                                      BACKWARD_ROWS<D>);
-
-    // Hand this part of dQ to the adder.
-    wg_wait<1>();
-    hold(part);
-    // Wait until the adder has read the part of the tile before.
-    mbar_wait(shared.dq_free, (i & 1) ^ 1);
-    #pragma unroll
-    for (int j = 0; j < 8; j++)
-        store(shared.dq + fragment_at(j, me, thread),
-              Pack<float, 4>{part[j][0], part[j][1], part[j][2], part[j][3]});
-    fence_async_smem();
-    __syncwarp();
-    release(shared.dq_full);
-    wg_wait<0>();
-    hold(sum_k);
-    release(shared.q_free + stage);
-}
-
-// A consumer: compute dK and dV of 64 keys, and this warpgroup's part of the tiles' dQ.
-template <typename T, int D>
-__device__ __forceinline__ void backward_consumer(const BackwardShared<D>& shared,
-                                                  const Results<T>& dk, const Results<T>& dv,
-                                                  const HopperOperands<T>& x,
-                                                  const KeyBlock& block, int me) {
-    constexpr int M = BACKWARD_ROWS<D>, N = HOPPER_KEYS, MT = M / 8, C = CHUNKS<D>, CT = C * 8;
-    constexpr int Q_BYTES = BackwardShared<D>::Q_BYTES;
-    constexpr int DS_BYTES = BackwardShared<D>::DS_BYTES;
-    // 24 + 2 * 240 = 3 * 168: the registers that a launch gives to the threads of three warpgroups.
-    regs_inc<240>();
-    const int lane = threadIdx.x % 32;
-    // Addresses point at the warpgroup's 64 keys; my_key is the first of the warp's 16.
-    const int my_key = 64 * me + 16 * (threadIdx.x / 32 % 4); // in the tile
-    const uint32_t k_at = smem_u32(shared.k);
-    const uint32_t my_k = k_at + uint32_t(64 * me * 128);
-    const uint32_t my_v = smem_u32(shared.v) + uint32_t(64 * me * 128);
-    const uint32_t q_at = smem_u32(shared.q);
-    const uint32_t dout_at = smem_u32(shared.dout);
-    // Share dQ out by channels, or by rows where there is only one chunk of channels.
-    const uint32_t my_channels = k_at + uint32_t(C == 2 ? me * N * 128 : 0);
-    const uint32_t my_ds = smem_u32(shared.ds) + uint32_t(C == 2 ? 0 : me * N * 128);
-    // dK and dV (64, 64 C) stay in registers over all tiles.
-    float sum_k[CT][4] = {}, sum_v[CT][4] = {};
-    mbar_wait(shared.k_full, 0);
-    for (int i = 0;; i++) {
-        // Compute S^T = K Q^T and dP^T = V dO^T: keys are rows, (query, head) pairs are columns.
+    // Compute this warpgroup's part of dQ = dS K, and dK += dS^T Q, for tile i.
+    __device__ __forceinline__ void sum_tile(float (&sum_k)[8 * C][4], float (&sum_v)[8 * C][4],
+                                             const uint32_t (&ds_operand)[M / 16][4], int i,
+                                             int me) const {
+        // Groups complete in order; the number in each wait is how many may still be in flight.
         const int stage = ring_stage(i);
-        float s[MT][4], dp[MT][4];
-        mbar_wait(shared.q_full + stage, ring_parity(i));
-        const int note = shared.tile_notes[stage];
-        if (note < 0) break;
-        issue_rows_times_rows<T, D, false>(s, my_k, N, q_at + stage * Q_BYTES, M);
-        mbar_wait(shared.dout_full + stage, ring_parity(i));
-        issue_rows_times_rows<T, D, false>(dp, my_v, N, dout_at + stage * Q_BYTES, M);
+        const int thread = threadIdx.x % WARPGROUP;
+        // Share dQ out by channels, or by rows where there is only one chunk of channels.
+        const uint32_t my_channels = smem_u32(k) + uint32_t(C == 2 ? me * N * 128 : 0);
+        const uint32_t my_ds = smem_u32(ds) + uint32_t(C == 2 ? 0 : me * N * 128);
 
-        // Compute P^T = exp2(S^T - lse), while the tensor cores compute dP^T.
+        // Issue dS K over all keys of the tile: (64, 64), this warpgroup's rows or its channels.
+        float part[8][4];
+        wg_fence();
+        #pragma unroll
+        for (int n = 0; n < N / 16; n++)
+            // Both operands are MN-major: dS^T and K are read as stored, the sum is over keys.
+            wgmma<T, 64, 1, 1>(flat<8>(part),
+                               descriptor(my_ds + stage * DS_BYTES + n * 2048, 16, 1024),
+                               descriptor(my_channels + n * 2048, 16, 1024), n != 0);
+        wg_commit();
+
+        // Wait for P^T dO, which was issued before; then issue dS^T Q.
         wg_wait<1>();
-        hold(s);
-        float factor = x.factor;
-        if (!note_all(note) || x.slopes) {
-            // To save registers, read the keys' positions each time: most tiles need no mask.
-            const int* positions = shared.key_positions + my_key + lane / 4;
-            const int keys[2] = {positions[0], positions[8]};
-            const KeyRange* ranges = shared.tile_ranges + stage * M;
-            if (x.slopes) {
-                slope_columns(s, x, block.kh, note_tile(note) * x.tile_rows, keys, ranges);
-                factor = 1;
-            }
-            mask_columns(s, keys, ranges);
-        }
-        #pragma unroll
-        for (int n = 0; n < MT; n++) {
-            // lse of the two columns that this thread has in part n.
-            Pack<float, 2> l = load<2>(shared.tile_lse + stage * M + 8 * n + 2 * (lane % 4));
-            #pragma unroll
-            for (int e = 0; e < 4; e++)
-                s[n][e] = ex2(s[n][e] * factor - l.v[e % 2]);
-        }
-        uint32_t p[MT / 2][4], ds_operand[MT / 2][4];
-        pack_scores<T>(p, s);
-        // No register of p is all ones, since p >= 0 or the NaN 0x7fff. This test keeps the wait
-        // below after the exponentials; with 128 rows, only if it asks for every register.
-        uint32_t common = UINT_MAX;
-        #pragma unroll
-        for (int k = M == 64 ? MT / 2 - 1 : 0; k < MT / 2; k++)
-            #pragma unroll
-            for (int j = M == 64 ? 3 : 0; j < 4; j++)
-                common &= p[k][j];
-        never(common == UINT_MAX);
+        hold(sum_v);
+        release(dout_free + stage);
+        issue_scores_times_rows<T, false>(sum_k, ds_operand, smem_u32(q) + stage * Q_BYTES, M);
 
-        // Compute dS^T = P^T (dP^T - D).
-        wg_wait<0>();
-        hold(dp);
+        // Hand this part of dQ to the adder.
+        wg_wait<1>();
+        hold(part);
+        // Wait until the adder has read the part of the tile before.
+        mbar_wait(dq_free, (i & 1) ^ 1);
         #pragma unroll
-        for (int n = 0; n < MT; n++) {
-            // D of the same two columns.
-            Pack<float, 2> sums = load<2>(shared.tile_sums + stage * M + 8 * n + 2 * (lane % 4));
-            #pragma unroll
-            for (int e = 0; e < 4; e++) {
-                // 128 rows leave no registers for P in float: use the rounded P of P^T dO.
-                Pack<T, 2> two = __builtin_bit_cast(Pack<T, 2>, p[n / 2][n % 2 * 2 + e / 2]);
-                float probability = M == 64 ? s[n][e] : to_float(two.v[e % 2]);
-                dp[n][e] = probability * (dp[n][e] - sums.v[e % 2]);
-            }
-        }
-        pack_scores<T>(ds_operand, dp);
-        issue_scores_times_rows<T, false>(sum_v, p, dout_at + stage * Q_BYTES, M);
-
-        // Share dS^T with the other warpgroup. The stage held that of tile i - 2, which nobody
-        // reads any more: both warpgroups waited for its dS K before they came to the barrier of
-        // tile i - 1.
-        put_rows(shared.ds + stage * DS_BYTES, N, my_key, ds_operand);
+        for (int j = 0; j < 8; j++)
+            store(dq + fragment_at(j, me, thread),
+                  Pack<float, 4>{part[j][0], part[j][1], part[j][2], part[j][3]});
         fence_async_smem();
-        bar_sync(EVERY_CONSUMER, CONSUMERS);
-
-        backward_dq_and_dk<T, D>(shared, sum_k, sum_v, ds_operand, i, me, my_channels, my_ds, q_at);
+        __syncwarp();
+        release(dq_full);
+        wg_wait<0>();
+        hold(sum_k);
+        release(q_free + stage);
     }
 
-    // Write dk, scaled, and dv.
-    #pragma unroll
-    for (int i = 0; i < 2; i++) {
-        size_t key = block.key0() + my_key + 8 * i + lane / 4;
-        if (key >= x.d.Tk) continue;
-        const size_t to = x.key_at(block.b, block.kh, key);
-        store_row(dk, to, sum_k, i, x.scale, int(x.d.HS));
-        store_row(dv, to, sum_v, i, 1, int(x.d.HS));
+    // A consumer: compute dK and dV of 64 keys, and this warpgroup's part of the tiles' dQ.
+    __device__ __forceinline__ void consume(int me) const {
+        const int lane = threadIdx.x % 32;
+        // Addresses point at the warpgroup's 64 keys; my_key is the first of the warp's 16.
+        const int my_key = 64 * me + 16 * (threadIdx.x / 32 % 4); // in the tile
+        const uint32_t my_k = smem_u32(k) + uint32_t(64 * me * 128);
+        const uint32_t my_v = smem_u32(v) + uint32_t(64 * me * 128);
+        const uint32_t q_at = smem_u32(q);
+        const uint32_t dout_at = smem_u32(dout);
+        // dK and dV (64, 64 C) stay in registers over all tiles.
+        float sum_k[8 * C][4] = {}, sum_v[8 * C][4] = {};
+        mbar_wait(k_full, 0);
+        for (int i = 0;; i++) {
+            // Compute S^T = K Q^T and dP^T = V dO^T: keys are rows, (query, head) pairs columns.
+            const int stage = ring_stage(i);
+            float s[M / 8][4], dp[M / 8][4];
+            mbar_wait(q_full + stage, ring_parity(i));
+            const TileNote note = notes[stage];
+            if (note.tile < 0) break;
+            issue_rows_times_rows<T, D, false>(s, my_k, N, q_at + stage * Q_BYTES, M);
+            mbar_wait(dout_full + stage, ring_parity(i));
+            issue_rows_times_rows<T, D, false>(dp, my_v, N, dout_at + stage * Q_BYTES, M);
+
+            // Compute P^T = exp2(S^T - lse), and P^T cap' in place of s, while dP^T is computed.
+            wg_wait<1>();
+            hold(s);
+            float factor = x.factor;
+            if (CAPPED) cap_scores(s, x.cap_factor);
+            if (!note.all || (!CAPPED && x.slopes)) {
+                // To save registers, read the keys' positions each time: most tiles need no mask.
+                const int* positions = key_positions + my_key + lane / 4;
+                const int keys[2] = {positions[0], positions[8]};
+                const KeyRange* ranges = tile_ranges + stage * M;
+                if (!CAPPED && x.slopes) {
+                    slope_columns(s, x, kh, note.tile * x.tile_rows, keys, ranges);
+                    factor = 1;
+                }
+                mask_columns(s, keys, ranges);
+            }
+            float exact_p[M / 8][4];
+            #pragma unroll
+            for (int n = 0; n < M / 8; n++) {
+                // lse of the two columns that this thread has in part n.
+                Pack<float, 2> l = load<2>(tile_lse + stage * M + 8 * n + 2 * (lane % 4));
+                #pragma unroll
+                for (int e = 0; e < 4; e++) {
+                    exact_p[n][e] = ex2(s[n][e] * factor - l.v[e % 2]);
+                    s[n][e] = through_cap<CAPPED>(exact_p[n][e], s[n][e]);
+                }
+            }
+            uint32_t p[M / 16][4], p_cap[M / 16][4], ds_operand[M / 16][4];
+            pack_scores<T>(p, exact_p);
+            pack_scores<T>(p_cap, s);
+
+            // 128 rows, or a cap, leave no registers for P cap' in float: keep it rounded.
+            constexpr bool ROUNDED = M == 128 || CAPPED;
+            // No register of p is all ones: p >= 0 or the NaN 0x7fff. This test keeps the wait
+            // after the exponentials; with a rounded P cap' only if it asks for every register.
+            uint32_t common = UINT_MAX;
+            #pragma unroll
+            for (int k = ROUNDED ? 0 : M / 16 - 1; k < M / 16; k++)
+                #pragma unroll
+                for (int j = ROUNDED ? 0 : 3; j < 4; j++)
+                    common &= p[k][j];
+            never(common == UINT_MAX);
+
+            // Compute dS^T = P^T cap' (dP^T - D).
+            wg_wait<0>();
+            hold(dp);
+            #pragma unroll
+            for (int n = 0; n < M / 8; n++) {
+                // D of the same two columns.
+                Pack<float, 2> sums = load<2>(tile_sums + stage * M + 8 * n + 2 * (lane % 4));
+                #pragma unroll
+                for (int e = 0; e < 4; e++) {
+                    const uint32_t pair = p_cap[n / 2][n % 2 * 2 + e / 2];
+                    float rounded = to_float(__builtin_bit_cast(Pack<T, 2>, pair).v[e % 2]);
+                    dp[n][e] = (ROUNDED ? rounded : s[n][e]) * (dp[n][e] - sums.v[e % 2]);
+                }
+            }
+            pack_scores<T>(ds_operand, dp);
+            issue_scores_times_rows<T, false>(sum_v, p, dout_at + stage * Q_BYTES, M);
+
+            // Share dS^T with the other warpgroup. The stage held that of tile i - 2, which nobody
+            // reads any more: both warpgroups waited for its dS K before the barrier of tile i - 1.
+            put_rows(ds + stage * DS_BYTES, N, my_key, ds_operand);
+            fence_async_smem();
+            bar_sync(EVERY_CONSUMER, CONSUMERS);
+
+            sum_tile(sum_k, sum_v, ds_operand, i, me);
+        }
+
+        // Write dk, scaled, and dv.
+        #pragma unroll
+        for (int i = 0; i < 2; i++) {
+            size_t key = key0() + my_key + 8 * i + lane / 4;
+            if (key >= x.d.Tk) continue;
+            const size_t to = x.key_at(b, kh, key);
+            store_row(dk, to, sum_k, i, x.scale, int(x.d.HS));
+            store_row(dv, to, sum_v, i, 1, int(x.d.HS));
+        }
     }
-}
-#endif
+};
 
 // Backward: dK, dV, and the sums of dQ. The grid is one block for each key head's tile of keys.
-template <typename T, int D>
+template <typename T, int D, bool CAPPED>
 __global__ void __launch_bounds__(HOPPER_THREADS, 1)
     attention_hopper_backward_kernel(const __grid_constant__ HopperMaps maps, const Results<T> dk,
                                      const Results<T> dv, const HopperOperands<T> x) {
 #if HOPPER_PASS
-    constexpr int M = BACKWARD_ROWS<D>;
-    constexpr int N = HOPPER_KEYS;
-    constexpr int C = CHUNKS<D>;
+    constexpr int M = BACKWARD_ROWS<D>, N = hopper_keys(D), C = CHUNKS<D>;
     LLMC_SHARED(float, tile_lse, STAGES * M);
     LLMC_SHARED(float, tile_sums, STAGES * M);
     LLMC_SHARED(KeyRange, tile_ranges, STAGES * M);
     LLMC_SHARED(int, key_positions, N);
-    LLMC_SHARED(int, tile_notes, STAGES);
+    LLMC_SHARED(TileNote, notes, STAGES);
     LLMC_SHARED(uint64_t, barriers, 3 + 4 * STAGES);
 
-    const BackwardShared<D> shared = {.tile_lse = tile_lse, .tile_sums = tile_sums,
-                                      .tile_ranges = tile_ranges, .key_positions = key_positions,
-                                      .tile_notes = tile_notes, .k_full = barriers};
+    // As many heads run together as L2 holds: first one block of each head, then the next of each.
+    const HeadPlace here = head_place(x.d, blockIdx.x, x.queue.heads_together, x.key_tiles);
+    const BackwardBlock<T, D, CAPPED> block = {maps, x, dk, dv, here.b, here.kh, int(here.at),
+                                               tile_lse, tile_sums, tile_ranges, key_positions,
+                                               notes, barriers};
     // Arrivals as in the table above: those of k, of dq, of the full and of the free q and dout.
     constexpr int W = CONSUMER_WARPS;
     begin_block<1, W, 1, 1, 1, 1, 1, W, W, W, W>(barriers, maps.k, maps.v, maps.q, maps.dout);
 
     // Read the positions of the block's keys.
-    const KeyBlock block = key_block_here(x);
     if (threadIdx.x < N)
-        key_positions[threadIdx.x] = x.position_of(block.b, block.key0() + threadIdx.x);
+        key_positions[threadIdx.x] = x.position_of(here.b, block.key0() + threadIdx.x);
 
     // Zero the idle rows of q and dout: uninitialised contents times 0 could be a NaN.
     const int idle = (M - int(x.tile_rows)) * 8;
     for (int i = threadIdx.x; i < idle * 2 * STAGES * C; i += HOPPER_THREADS)
-        store(reinterpret_cast<float*>(shared.q + i / idle * M * 128 + x.tile_rows * 128 +
+        store(reinterpret_cast<float*>(block.q + i / idle * M * 128 + x.tile_rows * 128 +
                                        i % idle * 16),
               Pack<float, 4>{});
     fence_async_smem();
     __syncthreads();
-
-    const int role = __shfl_sync(ALL_LANES, int(threadIdx.x / WARPGROUP), 0);
-    if (role > 0)
-        return backward_consumer(shared, dk, dv, x, block, role - 1);
-
-    // The first warpgroup gives its registers away. Two of its warps work.
-    regs_dec<24>();
-    // Producer and adder share this test, so they walk the same tiles in the same order.
-    const Span keys = x.key_spans[block.b * x.key_tiles + block.tile(block.at)];
-    const bool full = block.key0() + N <= x.d.Tk;
-    auto look = [&](int tile) {
-        Visibility s = visibility(x.row_spans[x.tile_at(block.b, tile)], keys);
-        return s == ALL && !full ? SOME : s;
-    };
-    const int warp = __shfl_sync(ALL_LANES, int(threadIdx.x / 32), 0);
-    if (warp == 0)
-        backward_producer(shared, maps, x, block, look);
-    if (warp == 1)
-        backward_adder(shared, x, block, look);
+    run_roles(block);
 #else
     needs_sm90a();
 #endif
@@ -1122,12 +1066,6 @@ __global__ void attention_hopper_dq_kernel(const Results<T> dq, const HopperOper
 // ----------------------------------------------------------------------------
 // launchers
 
-// Whether these kernels take the operands and results.
-template <typename T, typename... Rs>
-bool hopper_takes(const AttentionOperands<T>& x, const Rs*... results) {
-    return attention_kernels(x, true, results...) == AttentionKernels::WGMMA;
-}
-
 // Set up the operands in the tiles of one pass. Returns the bytes of scratch.
 template <typename T>
 size_t hopper_operands(HopperOperands<T>& x, const AttentionOperands<T>& operands, void* scratch,
@@ -1137,7 +1075,8 @@ size_t hopper_operands(HopperOperands<T>& x, const AttentionOperands<T>& operand
     const unsigned tile = backward ? backward_rows : FORWARD_ROWS; // with idle rows
     const unsigned group = unsigned(operands.d.NH / operands.d.NKV);
     Pieces pieces = {static_cast<unsigned char*>(scratch)};
-    take_rows(x, pieces, operands, tile, tile / group * group, 1, HOPPER_KEYS, backward);
+    take_rows(x, pieces, operands, tile, tile / group * group, 1,
+              hopper_keys(operands.d.HS), backward);
     const size_t heads = x.d.B * x.d.NKV;
     const size_t channels = round_up(x.d.HS, 64);
     auto heads_in_l2 = [&](size_t head_bytes) {
@@ -1166,14 +1105,14 @@ size_t hopper_operands(HopperOperands<T>& x, const AttentionOperands<T>& operand
 // The scratch in bytes, for either pass.
 inline size_t attention_hopper_scratch_bytes(const AttentionDims& d) {
     // Other kernels run these sizes.
-    if (d.HS > 128 || d.NH / d.NKV > MOST_HEADS)
+    if (d.HS > 256 || d.NH / d.NKV > MOST_HEADS)
         return 0;
     // bf16 stands for fp16 too, because the scratch holds only floats and ints.
     AttentionOperands<bf16> operands;
     operands.d = d;
     HopperOperands<bf16> x = {};
     size_t forward = hopper_operands(x, operands, nullptr, false);
-    return std::max(forward, hopper_operands(x, operands, nullptr, true));
+    return d.HS > 128 ? forward : std::max(forward, hopper_operands(x, operands, nullptr, true));
 }
 
 // The maps of all operands. A box is 64 channels: of a tile's keys in one head, or of a tile's
@@ -1187,7 +1126,7 @@ HopperMaps hopper_maps(const HopperOperands<T>& x, const T* out) {
     };
     auto keys = [&](const T* from) {
         return make_tensor_map(from, {d.HS, d.NKV, d.Tk, d.B}, {d.HS, d.k_stride, d.k_batch},
-                               {64, 1, HOPPER_KEYS, 1}, true);
+                               {64, 1, x.tile_keys, 1}, true);
     };
     // Forward has no dout; any valid map will do.
     const size_t row = d.NH * d.HS;
@@ -1195,30 +1134,38 @@ HopperMaps hopper_maps(const HopperOperands<T>& x, const T* out) {
             rows(x.dout ? x.dout : out, row, d.Tq * row)};
 }
 
-// Call f(D) with HS rounded up to a size that has a kernel.
-template <typename F>
-void pick_hopper_kernel(size_t HS, F f) {
-    HS <= 32 ? f(Int<32>()) : HS <= 64 ? f(Int<64>()) : HS <= 96 ? f(Int<96>()) : f(Int<128>());
+// Call f(D, CAPPED): HS rounded up to a size that has a kernel; whether there is a soft cap.
+template <typename F> void pick_hopper_kernel(size_t HS, bool capped, F f) {
+    auto pick = [&](auto D) {
+        if constexpr (D == 128 || D == 256)
+            if (capped) return f(D, std::true_type());
+        f(D, std::false_type());
+    };
+    if (capped) HS = HS <= 128 ? 128 : 256;
+    HS <= 32    ? pick(Int<32>())
+    : HS <= 64  ? pick(Int<64>())
+    : HS <= 96  ? pick(Int<96>())
+    : HS <= 128 ? pick(Int<128>())
+    : HS <= 192 ? pick(Int<192>())
+                : pick(Int<256>());
 }
 
 // Forward. scratch: attention_hopper_scratch_bytes().
 template <typename T>
 void attention_hopper_forward(T* out, float* lse, const AttentionOperands<T>& operands,
                               void* scratch, cudaStream_t stream) {
-    if constexpr (!IS_NATIVE<T>) {
-        attention_hopper_forward(as_native(out), lse, as_native(operands), scratch, stream);
-    } else {
-        LLMC_CHECK(hopper_takes(operands, out), "Hopper's attention does not take these operands");
-        HopperOperands<T> x = {};
-        hopper_operands(x, operands, scratch, false);
-        // Compute the spans first: they sort the tiles, and tell the producer what to load.
-        make_queue<T>(x.queue, x, stream);
-        HopperMaps maps = hopper_maps(x, out);
-        pick_hopper_kernel(x.d.HS, [&](auto D) {
-            launch_shared(attention_hopper_forward_kernel<T, D>, BLOCKS_AT_ONCE, HOPPER_THREADS,
-                          ForwardShared<D>::BYTES, stream, maps, lse, x);
-        });
-    }
+    LLMC_CHECK(attention_kernels(operands, true, false, out) == AttentionKernels::WGMMA,
+               "Hopper's attention does not take these operands");
+    typedef native_t<T> Native;
+    HopperOperands<Native> x = {};
+    hopper_operands(x, as_native(operands), scratch, false);
+    // Compute the spans first: they sort the tiles, and tell the producer what to load.
+    make_queue<Native>(x.queue, x, stream);
+    HopperMaps maps = hopper_maps(x, as_native(out));
+    pick_hopper_kernel(x.d.HS, x.softcap != 0, [&](auto D, auto CAPPED) {
+        launch_shared(attention_hopper_forward_kernel<Native, D, CAPPED>, BLOCKS_AT_ONCE,
+                      HOPPER_THREADS, ForwardBlock<Native, D, CAPPED>::BYTES, stream, maps, lse, x);
+    });
 }
 
 // Backward. scratch: attention_hopper_scratch_bytes().
@@ -1226,30 +1173,27 @@ template <typename T, typename Q, typename K>
 void attention_hopper_backward(Q* dq, K* dk, K* dv, const T* out, const float* lse,
                                const AttentionOperands<T>& operands, void* scratch,
                                cudaStream_t stream) {
-    if constexpr (!IS_NATIVE<T>) {
-        attention_hopper_backward(as_native(dq), as_native(dk), as_native(dv), as_native(out), lse,
-                                  as_native(operands), scratch, stream);
-    } else {
-        LLMC_CHECK(hopper_takes(operands, dq, dk, dv, out),
-                   "Hopper's attention does not take these operands");
-        HopperOperands<T> x = {};
-        hopper_operands(x, operands, scratch, true);
-        const AttentionDims& d = x.d;
+    LLMC_CHECK(attention_kernels(operands, true, true, dq, dk, dv, out) == AttentionKernels::WGMMA,
+               "Hopper's attention does not take these operands");
+    typedef native_t<T> Native;
+    HopperOperands<Native> x = {};
+    hopper_operands(x, as_native(operands), scratch, true);
+    const AttentionDims& d = x.d;
 
-        // Compute the spans of the tiles, and lse and D of the rows; reset the turns.
-        attention_statistics<T>(out, lse, x, stream);
+    // Compute the spans of the tiles, and lse and D of the rows; reset the turns.
+    attention_statistics(as_native(out), lse, x, stream);
 
-        // Compute dK, dV and the sums of dQ, then dQ from its sums.
-        HopperMaps maps = hopper_maps(x, out);
-        const unsigned grid = unsigned(d.B * d.NKV) * x.key_tiles;
-        auto in = [&](auto* to) { return Results<T>(to, x.accumulate); };
-        pick_hopper_kernel(d.HS, [&](auto D) {
-            launch_shared(attention_hopper_backward_kernel<T, D>, grid, HOPPER_THREADS,
-                          BackwardShared<D>::BYTES, stream, maps, in(dk), in(dv), x);
-        });
-        dim3 dq_grid(x.tiles * 4 * PARTS, unsigned(d.NKV), unsigned(d.B));
-        launch(attention_hopper_dq_kernel<T>, dq_grid, WARPGROUP, 0, stream, in(dq), x);
-    }
+    // Compute dK, dV and the sums of dQ, then dQ from its sums.
+    HopperMaps maps = hopper_maps(x, as_native(out));
+    const unsigned grid = unsigned(d.B * d.NKV) * x.key_tiles;
+    auto in = [&](auto* to) { return Results<Native>(as_native(to), x.accumulate); };
+    pick_hopper_kernel(d.HS, x.softcap != 0, [&](auto D, auto CAPPED) {
+        if constexpr (D <= 128)
+            launch_shared(attention_hopper_backward_kernel<Native, D, CAPPED>, grid, HOPPER_THREADS,
+                          BackwardBlock<Native, D, CAPPED>::BYTES, stream, maps, in(dk), in(dv), x);
+    });
+    dim3 dq_grid(x.tiles * 4 * PARTS, unsigned(d.NKV), unsigned(d.B));
+    launch(attention_hopper_dq_kernel<Native>, dq_grid, WARPGROUP, 0, stream, in(dq), x);
 }
 #endif
 

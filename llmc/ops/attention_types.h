@@ -45,12 +45,6 @@ inline AttentionDims completed(AttentionDims d) {
     return d;
 }
 
-// Whether v has the layout of k. The tensor-core kernels read both at the same offsets.
-inline bool values_lie_as_keys(const AttentionDims& dims) {
-    AttentionDims d = completed(dims);
-    return d.HS_v == d.HS && d.v_stride == d.k_stride && d.v_batch == d.k_batch;
-}
-
 // ----------------------------------------------------------------------------
 // the kernels of a GPU
 
@@ -60,7 +54,7 @@ enum class AttentionKernels { PLAIN, MMA, WGMMA };
 // A call's demands on its kernels, beside its sizes.
 struct AttentionCall {
     size_t element; // bytes of an element of q, k and v
-    bool softcap = false, alibi = false;
+    bool softcap = false, alibi = false, backward = false;
 };
 constexpr size_t MOST_HEADS = 64; // in a group, on Hopper: they fit a tile of either size
 
@@ -72,12 +66,17 @@ inline AttentionKernels attention_kernels(const AttentionDims& dims, const Atten
     if (call.element != 2 || (call.softcap && call.alibi))
         return AttentionKernels::PLAIN;
 
-    // Copies take 16 bytes, so heads, rows and sequences must begin at multiples of 8 elements.
+    // Copies take 16 bytes, so heads, rows and sequences must begin at multiples of 8 elements. v
+    // is read at the offsets of k.
     bool rows = d.q_stride % 8 == 0 && d.k_stride % 8 == 0 && d.q_batch % 8 == 0 &&
                 d.k_batch % 8 == 0;
-    if (d.HS % 8 != 0 || d.HS > 256 || !rows || !values_lie_as_keys(d))
+    bool alike = d.HS_v == d.HS && d.v_stride == d.k_stride && d.v_batch == d.k_batch;
+    if (d.HS % 8 != 0 || d.HS > 256 || !rows || !alike)
         return AttentionKernels::PLAIN;
-    bool fits = d.HS <= 128 && !call.softcap && d.NH / d.NKV <= MOST_HEADS;
+
+    // Hopper's backward pass ends at 128 channels, and its soft caps begin above 64.
+    bool fits = d.HS <= (call.backward ? 128 : 256) && d.HS > (call.softcap ? 64 : 0) &&
+                d.NH / d.NKV <= MOST_HEADS;
     return hopper && fits ? AttentionKernels::WGMMA : AttentionKernels::MMA;
 }
 
@@ -157,12 +156,13 @@ AttentionOperands<T> completed(AttentionOperands<T> x) {
 
 // Return the fastest kernels that take these operands and results.
 template <typename T, typename... Rs>
-AttentionKernels attention_kernels(const AttentionOperands<T>& x, bool hopper,
+AttentionKernels attention_kernels(const AttentionOperands<T>& x, bool hopper, bool backward,
                                    const Rs*... results) {
     auto aligned = [](auto... p) { return ((uintptr_t(p) % 16 == 0) && ...); };
     if (!aligned(x.q, x.k, x.v, x.dout, results...))
         return AttentionKernels::PLAIN;
-    return attention_kernels(x.d, {sizeof(T), x.softcap != 0, x.slopes != nullptr}, hopper);
+    return attention_kernels(x.d, {sizeof(T), x.softcap != 0, x.slopes != nullptr, backward},
+                             hopper);
 }
 
 // Store x, or add it: *to = or += x.

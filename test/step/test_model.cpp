@@ -110,8 +110,8 @@ TEST(Gradients, PreferencesAgainstFiniteDifferences) {
             for (size_t i = 0; i < 9; i++) to.reference[i] = -float(i + sample % 3);
             if (kind != LossKind::GRPO) return;
             std::fill_n(to.feedback, 9, float(sample) - 0.25f);
-            // The small model gives each token log p of about -3, so some ratios are clipped.
-            for (size_t i = 0; i < 9; i++) to.old[i] = -2.5f - 0.1f * float(i);
+            // The small model gives each token log p of about -4: ratios are on both sides of 1.
+            for (size_t i = 0; i < 9; i++) to.old[i] = -3.5f - 0.3f * float(i);
         };
 
         // Run a step that changes no weight.

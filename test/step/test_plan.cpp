@@ -313,6 +313,22 @@ TEST(Plan, EveryRanksPlanIsLegal) {
     }
 }
 
+// Another stage waits for a slot's message: the slot's reductions follow it.
+TEST(Plan, MessagesGoBeforeReductions) {
+    Plan p = options(2);
+    p.layout = small_layout(2, 1, 2);
+    p.layout.first_layer = {0, 3, 6};
+    Model model = small_model(4, false);
+    int reductions = 0;
+    for (const Plan& rank : make_plans(p, model))
+        for (size_t i = 1; i < rank.actions.size(); i++) {
+            bool reduced = rank.actions[i - 1].op == Op::REDUCE;
+            reductions += reduced;
+            EXPECT_FALSE(reduced && rank.actions[i].op == Op::SENDRECV) << i;
+        }
+    EXPECT_GT(reductions, 0);
+}
+
 static std::string check_without(Plan p, const Model& model, size_t drop) {
     p.actions.erase(p.actions.begin() + long(drop));
     return plan_check(p, model);
