@@ -2,9 +2,10 @@
 //   loss = log(sum_v exp(l_v)) - l_target,   dl_v = (exp(l_v) / sum - [v = target]) / N
 //   logits (N,Vp) bf16, columns from V on are padding; dl is written over them, 0 in the padding
 //   targets (N)   losses (N) float
-//   Any kernel must read 2 N V bytes and write 2 N V, so the rate counts those, and the ceiling is a
-//   copy's, 4.8 TB/s on paper. A row's sum must be known before its first gradient, and a row, 100
-//   KB at 50,257 tokens, is more than registers hold: it is read twice. The shares tell where from.
+//   Any kernel must read 2 N V bytes and write 2 N V, so the rate counts those, and the ceiling is
+//   a copy's, 4.8 TB/s on paper. A row's sum must be known before its first gradient, and a row,
+//   100 KB at 50,257 tokens, is more than registers hold: it is read twice, and the shares tell
+//   from where.
 //
 //   rung                                      at most  H200, GB/s of 4 N V bytes,
 //                                                      N = 8192, V = 50257
@@ -176,8 +177,8 @@ static void packs(const Head& a, cudaStream_t stream) {
 
 // ----------------------------------------------------------------------------
 // 5. The project's own: where four rows an SM are more than L2 holds, fewer blocks take row after
-//   row, with more loads each on the way. It also knows shards of a vocabulary, ignored targets and
-//   soft caps.
+//   row, with more loads each on the way. Shards of a vocabulary, ignored targets and soft caps
+//   run by the same file.
 
 static void library(const Head& a, cudaStream_t stream) {
     crossentropy_forward_backward(a.losses, a.logits, a.targets, 1 / double(a.N), a.N, a.V, a.Vp,
@@ -220,7 +221,8 @@ static double seconds(Run run, size_t N, size_t V) {
     Array<int> targets(N);
     Array<float> losses(N), sums(2 * N);
     fill_random(logits);
-    Head a = {losses.data, logits.data, targets.data, reinterpret_cast<MaxSum*>(sums.data), N, V, Vp};
+    MaxSum* of_rows = reinterpret_cast<MaxSum*>(sums.data);
+    Head a = {losses.data, logits.data, targets.data, of_rows, N, V, Vp};
     return gpu_seconds([&] { run(a, nullptr); }, 20, nullptr);
 }
 

@@ -1,4 +1,4 @@
-// fp8_cast.cu - a ladder: a matrix to 8-bit floats, from a thread a block to ours - arXiv:2209.05433
+// fp8_cast.cu - a ladder: a matrix to 8-bit floats, by blocks of a row - arXiv:2209.05433
 //   A block is 128 neighbours of a row. Its scale is the largest power of two with
 //   max |x| scale <= 448; a code is x scale as e4m3, rounded to nearest, ties to even.
 //   x (N,C) bf16   codes (N,C) e4m3   inverse (C / 128, N) float: 1 / scale of each block
@@ -64,9 +64,9 @@ static void thread_a_block(const RowBlocks& a, cudaStream_t stream) {
 
 // ----------------------------------------------------------------------------
 // 2. One warp a block: lane l has the elements l, l + 32, ..; the maximum meets by shuffles.
-//   A load is 64 neighbouring bytes, two whole sectors. A lane keeps its four elements in registers,
-//   so x is read once: the bytes are the least. What is left is arithmetic: the rounding of rung 1,
-//   and five shuffles and a scale for only four elements.
+//   A load is 64 neighbouring bytes, two whole sectors. A lane keeps its four elements in
+//   registers, so x is read once: the bytes are the least. What is left is arithmetic: the rounding
+//   of rung 1, and five shuffles and a scale for only four elements.
 
 constexpr int WARPS = 4; // of a thread block, in this rung and the next two
 
@@ -96,8 +96,8 @@ static void warp_a_block(const RowBlocks& a, cudaStream_t stream) {
 
 // ----------------------------------------------------------------------------
 // 3. 16-byte loads: a lane has eight neighbours, half a warp a block.
-//   A load, a store, shuffles and a scale serve eight elements. Maxima are taken of the bits as they
-//   are: two elements a word, shifted. The rounding alone is still too much.
+//   A load, a store, shuffles and a scale serve eight elements. Maxima are taken of the bits as
+//   they are: two elements a word, shifted. The rounding alone is still too much.
 // 4. The hardware's rounding: from sm_89 on one instruction rounds two numbers.
 //   What is left is a widening, a product, a check for infinity and half a conversion an element:
 //   memory is the limit now.
@@ -142,9 +142,9 @@ template <bool HARDWARE> static void packs(const RowBlocks& a, cudaStream_t stre
 
 // ----------------------------------------------------------------------------
 // 5. The project's own: a thread block a tile of 128 x 128, a thread 8 x 8 elements.
-//   It also takes blocks of columns and squares, and writes the transpose's codes from the same
-//   reading, as products of gradients need them: the tile, shared maxima and barriers are for those.
-//   On rows alone it should be as fast as rung 4.
+//   Blocks of columns and squares, and the transpose's codes from the same reading, as products of
+//   gradients need them: the tile, shared maxima and barriers are for those. On rows alone it
+//   should be as fast as rung 4.
 
 static void library(const RowBlocks& a, cudaStream_t stream) {
     fp8_quantise<e4m3>(a.codes, (e4m3*)nullptr, a.inverse, a.x, nullptr, a.N, a.across * FP8_BLOCK,

@@ -243,13 +243,13 @@ static void tensor_cores(const Linear& a, cudaStream_t stream) {
 }
 
 // ----------------------------------------------------------------------------
-// 5. TMA and wgmma: the experts' kernel of llmc/ops/grouped_sm90.cuh, with one expert. (On other GPUs
-//   the call runs grouped_mma.cuh.)
+// 5. TMA and wgmma: the experts' kernel of llmc/ops/grouped_sm90.cuh, with one expert. On other
+//   GPUs the call runs grouped_mma.cuh.
 //   mma.sync reaches 62% of Hopper's rate; wgmma, 64 rows and more straight from shared memory, all
 //   of it. One thread loads 128 x 64 and 256 x 64 of the operands by TMA, 48 KB for 1024 clocks of
 //   tensor cores, up to four such stages ahead of two warpgroups that only multiply. The 512 tiles
-//   take four turns of 132 SMs, 97% full, and each ends with 64 KB of outputs that nothing covers,
-//   some 3%.
+//   take four turns of 132 SMs, 97% full, and each ends with 64 KB of outputs, 3% of its time, that
+//   nothing covers.
 
 static void wgmma_tiles(const Linear& a, cudaStream_t stream) {
     grouped_tensor_cores<true, true>(a.out, a.inp, a.weight, {a.starts, 1, a.N, a.K, a.M}, false,

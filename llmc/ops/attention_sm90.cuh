@@ -399,7 +399,7 @@ template <typename T, int D, bool CAPPED> struct ForwardBlock {
             auto load = [&](unsigned char* to, const CUtensorMap* map, uint64_t* full) {
                 mbar_expect_tx(full + stage, K_BYTES);
                 load_chunks<C>(to + stage * K_BYTES, N, map, full + stage, rows.kh,
-                                       size_t(tile) * N, b);
+                               size_t(tile) * N, b);
             };
 
             // Read the positions that a mask will need while the stage is still in use.
