@@ -458,8 +458,8 @@ inline void check_workspace(const Blas& blas) {
 
 // The scratch of the largest of these products, which have no bias and no residual. On a GPU
 // cuBLASLt's workspace serves products of any size.
-typedef std::initializer_list<Product> Products;
-inline size_t matmul_scratch_bytes(Products products, Type in, Type out, Cpu where) {
+typedef std::initializer_list<Product> ProductList;
+inline size_t matmul_scratch_bytes(ProductList products, Type in, Type out, Cpu where) {
     size_t most = 0;
     for (Product p : products) {
         size_t bytes = matmul_scratch_bytes(p, in, out, false, false, threads_here(where));
@@ -468,7 +468,7 @@ inline size_t matmul_scratch_bytes(Products products, Type in, Type out, Cpu whe
     return most;
 }
 #if LLMC_KERNELS
-inline size_t matmul_scratch_bytes(Products, Type, Type, cudaStream_t) {
+inline size_t matmul_scratch_bytes(ProductList, Type, Type, cudaStream_t) {
     return PRODUCT_WORKSPACE;
 }
 #endif
