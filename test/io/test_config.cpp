@@ -503,7 +503,7 @@ TEST(Config, RefusesShapesThatDoNotFit) {
                "--heads 3 does not divide --channels 128: heads that do, near it: 1, 2, 4, 8");
     EXPECT_HAS(check("--seq 2000"_flags),
                "beyond the model's 1024 positions: use --seq 1024 or less");
-    EXPECT_HAS(check("--batch-tokens 3000"_flags), "8 x 256 x 1 = 2048: try 2048 or 4096");
+    EXPECT_HAS(check("--batch-tokens 3584"_flags), "= 2048: try 2048 or 4096, or --micro-batch 2");
     EXPECT_HAS(check("--lr 1e-4 --min-lr 1e-3"_flags), "--min-lr 0.001 is above --lr");
 
     // Losses that need their data.

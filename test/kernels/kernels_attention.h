@@ -277,10 +277,14 @@ template <typename T, typename G> void attention_sums_case(Check& c, const Atten
         cudaStream_t stream = {};
         Array<T> q(want.q), k(want.k), v(want.v), out(result.out), dout(want.in.dout);
 
-        // Gradients start as 3.
+        // Gradients start as 0, 1, 2, 3, 0, ..
+        auto plus = [](std::vector<double> gradient) {
+            for (size_t i = 0; i < gradient.size(); i++) gradient[i] += double(i % 4);
+            return gradient;
+        };
+        auto begun = [&](const auto& x) { return plus(std::vector<double>(x.size(), 0)); };
         Array<float> wide(result.out.size()), lse(d.B * d.NH * d.Tq);
-        std::vector<double> three_q(want.q.size(), 3), three_k(want.k.size(), 3);
-        Array<G> dq(three_q), dk(three_k), dv(three_k);
+        Array<G> dq(begun(want.q)), dk(begun(want.k)), dv(begun(want.v));
         Array<int> qp(want.in.q_positions), kp(want.in.k_positions), start(want.in.doc_start);
         Array<float> slopes(as_double(want.in.slopes));
         Array<unsigned char> scratch(attention_scratch_bytes<T>(d, 1, stream));
@@ -288,21 +292,17 @@ template <typename T, typename G> void attention_sums_case(Check& c, const Atten
                                   kp.data, start.data, slopes.data, d};
         attention_forward(wide.data, lse.data, x, scratch.data, stream);
 
-        // Run forward into float, and backward on top of the 3.
+        // Run forward into float, and backward on top of these.
         x.accumulate = true;
         attention_backward(dq.data, dk.data, dv.data, out.data, lse.data, x, scratch.data, stream);
 
         // Gradients have the size of their terms, so the tolerance is that of attention_case().
         size_t length = d.HS + d.Tk;
         double loose = sizeof(T) < 4 ? tolerance<T>(length, 6) : 8 * tolerance<T>(length);
-        auto plus_three = [](std::vector<double> gradient) {
-            for (double& g : gradient) g += 3;
-            return gradient;
-        };
         o.add("out in float", wide, result.out, tolerance<float>(length));
-        o.add("dq +=", dq, plus_three(query_heads(result.dq, want.in.d)), loose);
-        o.add("dk +=", dk, plus_three(key_heads(result.dk, want.in.d)), loose);
-        o.add("dv +=", dv, plus_three(value_heads(result.dv, want.in.d)), loose);
+        o.add("dq +=", dq, plus(query_heads(result.dq, want.in.d)), loose);
+        o.add("dk +=", dk, plus(key_heads(result.dk, want.in.d)), loose);
+        o.add("dv +=", dv, plus(value_heads(result.dv, want.in.d)), loose);
     });
 }
 // Some rows see nothing; then all rows of a tile see nothing, whose gradients stay as they are.
@@ -496,10 +496,11 @@ inline void attention_names(Check& c) {
 
     // By hand: one of each that falls back.
     CASE(c, "attention's names by hand");
-    AttentionDims d = {1, 4, 4, 2, 1, 128, 256, 128};
+    AttentionDims d = {1, 4, 4, 2, 1, 128, 256, 128}, small = {1, 4, 4, 2, 1, 64, 128, 64};
     typedef AttentionKernels K;
     expect(c, attention_kernels(d, {2}, false) == K::MMA, "128 channels on Ampere");
     expect(c, attention_kernels(d, {4}, true) == K::PLAIN, "floats");
+    expect(c, attention_kernels(small, {2, true}, true) == K::MMA, "a soft cap of 64 channels");
     expect(c, attention_kernels(d, {2, true, true}, true) == K::PLAIN, "a soft cap with ALiBi");
 }
 #endif

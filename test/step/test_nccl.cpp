@@ -233,25 +233,24 @@ TEST(Nccl, AnOldLibraryIsRefusedWhereLaunchesNeedAnOrder) {
     EXPECT_EQ(launch_order_missing(23001), "");
     EXPECT_NE(launch_order_missing(22507), "");
 
-    // Run both with version 2.21.
+    // Run all with version 2.21: tp alone, dp beside tp, dp beside pp.
     char self[4096] = {};
     ASSERT_GT(readlink("/proc/self/exe", self, sizeof(self) - 1), 0);
-    for (int ranks : {2, 4}) {
+    for (int ranks : {2, 4, 6}) {
         Ran ran = shell(concat("timeout 100 mpirun --allow-run-as-root --oversubscribe -np ", ranks,
                                " ", self, " --old"));
         EXPECT_EQ(ran.status == 0, ranks == 2) << ran.text;
-        bool says = ran.text.find("NCCL 2.21 is loaded") != std::string::npos;
-        EXPECT_EQ(says, ranks == 4) << ran.text;
+        EXPECT_EQ(ran.text.find("NCCL 2.21 is loaded") != std::string::npos, ranks > 2) << ran.text;
     }
 }
 
-// Make the communicators of tp 2, with a library that says it is version 2.21.5.
+// Make the communicators of tp 2, of pp 2 with six ranks, as a library of version 2.21.5.
 static int run_old() {
     RankInfo info;
     nccl_stub::version = 22105;
-    Comm world = mpi_world(info);
-    world = nccl_attach(world);
-    make_comms(world, layout_at(small_layout(world.size / 2, 2, 1), world.rank));
+    Comm world = nccl_attach(mpi_world(info));
+    Layout layout = world.size == 6 ? small_layout(3, 1, 2) : small_layout(world.size / 2, 2);
+    make_comms(world, layout_at(layout, world.rank));
     return 0;
 }
 
