@@ -258,8 +258,6 @@ inline bool is_of_other_numbers(const Config& c, const Json& saved, const std::s
 // or a value that it refuses, is ignored.
 inline std::string adopt_flags(Config& c, const Json& saved) {
     std::string group, differences;
-    if (!saved.is_object())
-        return "";
     for (const Flag& f : config_table()) {
         if (!*f.name) {
             group = f.accepts;

@@ -1185,9 +1185,9 @@ TEST_F(Prompts, ATalkRunsThroughAPipe) {
     // If there is no room, a note says what is forgotten or refused, and the talk goes on.
     std::string cut = talk("hi\\nhello there\\nand so on\\n").text;
     EXPECT_HAS(cut, "note: the talk is longer than the model's 64 positions: its first ");
-    std::string longer = talk(std::string(60, 'a') + "\\nhi\\n").text;
+    std::string longer = talk(std::string(42, 'a') + "\\nhi\\n").text;
     EXPECT_HAS(longer,
-               " more than the model's 64 positions have room for, with 6 for an answer: ask a "
-               "shorter one\n");
+               "has 59 tokens, 1 more than the model's 64 positions have room for, with 6 for an "
+               "answer: ask a shorter one\n");
     EXPECT_HAS(longer, "note: the answer stops at --sample-tokens\n");
 }
