@@ -248,8 +248,8 @@ static void tensor_cores(const Linear& a, cudaStream_t stream) {
 //   mma.sync reaches 62% of Hopper's rate; wgmma, 64 rows and more straight from shared memory, all
 //   of it. One thread loads 128 x 64 and 256 x 64 of the operands by TMA, 48 KB for 1024 clocks of
 //   tensor cores, up to four such stages ahead of two warpgroups that only multiply. The 512 tiles
-//   take four turns of 132 SMs, 97% full, and each ends with 64 KB of outputs, 3% of its time, that
-//   nothing covers.
+//   take four turns of 132 SMs, 97% full. Each ends with 64 KB of outputs, 3% of its time, beside
+//   which nothing is multiplied.
 
 static void wgmma_tiles(const Linear& a, cudaStream_t stream) {
     grouped_tensor_cores<true, true>(a.out, a.inp, a.weight, {a.starts, 1, a.N, a.K, a.M}, false,

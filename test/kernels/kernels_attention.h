@@ -484,7 +484,7 @@ inline void attention_names(Check& c) {
     for (emulator::Gpu gpu : {emulator::AMPERE, emulator::HOPPER}) {
         emulator::gpu = gpu;
         for (size_t HS : {12, 64, 128, 192, 256})
-            for (auto [softcap, alibi] : {std::pair(0.f, false), {0.f, true}, {30.f, false}, {30.f, true}})
+            for (auto [softcap, alibi] : {std::pair(0, false), {0, true}, {30, false}, {30, true}})
                 for (bool accumulate : {false, true}) {
                     expect_named_kernels<float, float>(c, HS, softcap, alibi, accumulate);
                     expect_named_kernels<bf16, bf16>(c, HS, softcap, alibi, accumulate);
