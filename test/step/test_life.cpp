@@ -1092,7 +1092,7 @@ TEST_F(Life, AReplayLeavesNothing) {
 
 // Asynchronous saves write the same bytes as saves that the steps wait for.
 TEST_F(Life, SavesBesideTheStepsAreTheSame) {
-    std::string line = small + "--local-ranks 2 --steps 8 --eval-every 3 --save-every 2 "
+    std::string line = small + "--local-ranks 2 --steps 9 --eval-every 3 --save-every 2 "
                                "--keep 9,best --out ";
     ASSERT_EQ(start(line + path("waits")).status, 0);
     Ran beside = start(line + out + " --save-async");
