@@ -84,7 +84,7 @@ __global__ void three_passes_kernel(Floats a) {
 }
 
 static void three_passes(const Floats& a, cudaStream_t stream) {
-    launch(three_passes_kernel, unsigned(ceil_div(a.B * a.NH * a.T, 128)), 128, 0, stream, a);
+    launch(three_passes_kernel, unsigned(ceil_div(a.B * a.NH * a.T, 128)), 128, stream, a);
 }
 
 // ----------------------------------------------------------------------------
@@ -122,9 +122,9 @@ __global__ void values_kernel(Floats a) { // a thread a channel
 
 static void thread_a_score(const Floats& a, cudaStream_t stream) {
     unsigned queries = unsigned(a.B * a.NH * a.T);
-    launch(scores_kernel, dim3(queries, unsigned(ceil_div(a.T, 128))), 128, 0, stream, a);
-    launch(softmax_kernel, queries, 32, 0, stream, a);
-    launch(values_kernel, queries, HS, 0, stream, a);
+    launch(scores_kernel, dim3(queries, unsigned(ceil_div(a.T, 128))), 128, stream, a);
+    launch(softmax_kernel, queries, 32, stream, a);
+    launch(values_kernel, queries, HS, stream, a);
 }
 
 // ----------------------------------------------------------------------------
@@ -177,7 +177,7 @@ __global__ void online_softmax_kernel(Floats a) {
 }
 
 static void online_softmax(const Floats& a, cudaStream_t stream) {
-    launch(online_softmax_kernel, unsigned(ceil_div(a.B * a.NH * a.T, 128)), 128, 0, stream, a);
+    launch(online_softmax_kernel, unsigned(ceil_div(a.B * a.NH * a.T, 128)), 128, stream, a);
 }
 
 // ----------------------------------------------------------------------------
@@ -234,7 +234,7 @@ __global__ void __launch_bounds__(QUERIES) key_tiles_kernel(Floats a) {
 
 static void key_tiles(const Floats& a, cudaStream_t stream) {
     dim3 grid(unsigned(ceil_div(a.T, QUERIES)), unsigned(a.NH), unsigned(a.B));
-    launch(key_tiles_kernel, grid, QUERIES, 0, stream, a);
+    launch(key_tiles_kernel, grid, QUERIES, stream, a);
 }
 
 // ----------------------------------------------------------------------------

@@ -36,7 +36,7 @@ struct Head {
 constexpr unsigned THREADS = CROSSENTROPY_THREADS; // of a block, which has a row
 
 template <typename Kernel> void launch_rows(Kernel kernel, const Head& a, cudaStream_t stream) {
-    launch(kernel, unsigned(a.N), THREADS, 0, stream, a);
+    launch(kernel, unsigned(a.N), THREADS, stream, a);
 }
 
 // ----------------------------------------------------------------------------

@@ -59,7 +59,7 @@ __global__ void thread_a_block_kernel(RowBlocks a) {
 }
 
 static void thread_a_block(const RowBlocks& a, cudaStream_t stream) {
-    launch(thread_a_block_kernel, ceil_div(a.N * a.across, 128u), 128, 0, stream, a);
+    launch(thread_a_block_kernel, ceil_div(a.N * a.across, 128u), 128, stream, a);
 }
 
 // ----------------------------------------------------------------------------
@@ -91,7 +91,7 @@ __global__ void warp_a_block_kernel(RowBlocks a) {
 
 static void warp_a_block(const RowBlocks& a, cudaStream_t stream) {
     const unsigned blocks = ceil_div(a.N * a.across, unsigned(WARPS));
-    launch(warp_a_block_kernel, blocks, WARPS * 32, 0, stream, a);
+    launch(warp_a_block_kernel, blocks, WARPS * 32, stream, a);
 }
 
 // ----------------------------------------------------------------------------
@@ -137,7 +137,7 @@ template <bool HARDWARE> __global__ void packs_kernel(RowBlocks a) {
 
 template <bool HARDWARE> static void packs(const RowBlocks& a, cudaStream_t stream) {
     const unsigned blocks = ceil_div(a.N * a.across, unsigned(WARPS * 32 * P / FP8_BLOCK));
-    launch(packs_kernel<HARDWARE>, blocks, WARPS * 32, 0, stream, a);
+    launch(packs_kernel<HARDWARE>, blocks, WARPS * 32, stream, a);
 }
 
 // ----------------------------------------------------------------------------

@@ -57,7 +57,7 @@ __global__ void thread_a_row_kernel(Layernorm a) {
 }
 
 static void thread_a_row(const Layernorm& a, cudaStream_t stream) {
-    launch(thread_a_row_kernel, unsigned(ceil_div(a.N, 128)), 128, 0, stream, a);
+    launch(thread_a_row_kernel, unsigned(ceil_div(a.N, 128)), 128, stream, a);
 }
 
 // ----------------------------------------------------------------------------
@@ -86,7 +86,7 @@ __global__ void warp_a_row_kernel(Layernorm a) {
 }
 
 static void warp_a_row(const Layernorm& a, cudaStream_t stream) {
-    launch(warp_a_row_kernel, unsigned(ceil_div(a.N, WARPS)), WARPS * 32, 0, stream, a);
+    launch(warp_a_row_kernel, unsigned(ceil_div(a.N, WARPS)), WARPS * 32, stream, a);
 }
 
 // ----------------------------------------------------------------------------
@@ -129,7 +129,7 @@ __global__ void vector_loads_kernel(Layernorm a) {
 
 static void vector_loads(const Layernorm& a, cudaStream_t stream) {
     LLMC_CHECK(a.C % P == 0, "this rung wants rows of 16-byte packs, C is %zu", a.C);
-    launch(vector_loads_kernel, unsigned(ceil_div(a.N, WARPS)), WARPS * 32, 0, stream, a);
+    launch(vector_loads_kernel, unsigned(ceil_div(a.N, WARPS)), WARPS * 32, stream, a);
 }
 
 // ----------------------------------------------------------------------------
@@ -182,7 +182,7 @@ __global__ void row_in_registers_kernel(Layernorm a) {
 static void row_in_registers(const Layernorm& a, cudaStream_t stream) {
     LLMC_CHECK(a.C % P == 0 && a.C <= PACKS * 32 * P, "this rung has no registers for C = %zu",
                a.C);
-    launch(row_in_registers_kernel, unsigned(ceil_div(a.N, WARPS)), WARPS * 32, 0, stream, a);
+    launch(row_in_registers_kernel, unsigned(ceil_div(a.N, WARPS)), WARPS * 32, stream, a);
 }
 
 // ----------------------------------------------------------------------------

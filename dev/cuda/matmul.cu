@@ -53,7 +53,7 @@ __global__ void thread_an_output_kernel(Linear a) {
 
 static void thread_an_output(const Linear& a, cudaStream_t stream) {
     dim3 grid(unsigned(ceil_div(a.N, 32)), unsigned(ceil_div(a.M, 8)));
-    launch(thread_an_output_kernel, grid, dim3(32, 8), 0, stream, a);
+    launch(thread_an_output_kernel, grid, dim3(32, 8), stream, a);
 }
 
 // ----------------------------------------------------------------------------
@@ -86,7 +86,7 @@ __global__ void shared_tiles_kernel(Linear a) {
 
 static void shared_tiles(const Linear& a, cudaStream_t stream) {
     dim3 grid(unsigned(ceil_div(a.N, SIDE)), unsigned(ceil_div(a.M, SIDE)));
-    launch(shared_tiles_kernel, grid, dim3(SIDE, SIDE), 0, stream, a);
+    launch(shared_tiles_kernel, grid, dim3(SIDE, SIDE), stream, a);
 }
 
 // ----------------------------------------------------------------------------
@@ -152,7 +152,7 @@ __global__ void __launch_bounds__(256) register_tiles_kernel(Linear a) {
 static void register_tiles(const Linear& a, cudaStream_t stream) {
     LLMC_CHECK(a.K % 8 == 0, "this rung wants rows of 16-byte packs, K is %zu", a.K);
     dim3 grid(unsigned(ceil_div(a.N, BLOCK)), unsigned(ceil_div(a.M, BLOCK)));
-    launch(register_tiles_kernel, grid, 256, 0, stream, a);
+    launch(register_tiles_kernel, grid, 256, stream, a);
 }
 
 // ----------------------------------------------------------------------------
@@ -239,7 +239,7 @@ __global__ void __launch_bounds__(THREADS) tensor_cores_kernel(Linear a) {
 static void tensor_cores(const Linear& a, cudaStream_t stream) {
     LLMC_CHECK(a.K % 8 == 0 && a.N % 2 == 0, "this rung wants K in eights and N even");
     dim3 grid(unsigned(ceil_div(a.N, BLOCK)), unsigned(ceil_div(a.M, BLOCK)));
-    launch(tensor_cores_kernel, grid, THREADS, 0, stream, a);
+    launch(tensor_cores_kernel, grid, THREADS, stream, a);
 }
 
 // ----------------------------------------------------------------------------

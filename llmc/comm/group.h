@@ -328,7 +328,7 @@ void reduce_ranks(void* const* outs, int n_out, const void* const* ins, int n_in
 
     // Launch packs of 16 bytes if all buffers allow it.
     pick_element_kernel<T>(count, vector, [&](auto P, unsigned blocks) {
-        launch(reduce_ranks_kernel<T, MAX, P>, blocks, ELEMENT_THREADS, 0, stream, to, n_out, from,
+        launch(reduce_ranks_kernel<T, MAX, P>, blocks, ELEMENT_THREADS, stream, to, n_out, from,
                n_in, count);
     });
 }
@@ -349,8 +349,7 @@ __global__ void order_floats_kernel(int32_t* x, size_t n) { // (n) bits of float
 template <bool BACK> void order_floats(void* x, size_t n, cudaStream_t stream) {
     if (n == 0) return;
     unsigned blocks = unsigned(ceil_div(n, size_t(ELEMENT_THREADS)));
-    launch(order_floats_kernel<BACK>, blocks, ELEMENT_THREADS, 0, stream, static_cast<int32_t*>(x),
-           n);
+    launch(order_floats_kernel<BACK>, blocks, ELEMENT_THREADS, stream, static_cast<int32_t*>(x), n);
 }
 
 inline void copy_bytes(void* to, const void* from, size_t bytes, cudaStream_t stream) {

@@ -289,8 +289,8 @@ void update_tensors(const H& h, const W& weights, const M& first, const V& secon
                        can_vectorize<float>(0, grad);
         unsigned grid = table.chunks < UPDATE_BLOCKS ? unsigned(table.chunks) : UPDATE_BLOCKS;
         auto run = [&](auto P) {
-            launch(update_kernel<Rule, P, H, W, M, V>, grid, UPDATE_THREADS, 0, stream,
-                   h, weights, first, second, grad, table, scale);
+            launch(update_kernel<Rule, P, H, W, M, V>, grid, UPDATE_THREADS, stream, h, weights,
+                   first, second, grad, table, scale);
         };
 
         // A warp takes a whole block. Otherwise a thread takes four elements where all are aligned:

@@ -353,7 +353,7 @@ void attention_plain_backward(Q* dq, K* dk, K* dv, const T* out, const float* ls
 
     // Compute D of every row, which both kernels read.
     launch(attention_row_sums_kernel<T>, unsigned(ceil_div(d.B * d.Tq * d.NH, size_t(PLAIN_WARPS))),
-           PLAIN_WARPS * 32, 0, stream, row_sums, x.dout, out, d);
+           PLAIN_WARPS * 32, stream, row_sums, x.dout, out, d);
 
     // Compute the scores twice, once for dq and once for dk, dv: the price of using no atomics.
     size_t shared = plain_shared_bytes(d, true);

@@ -519,7 +519,7 @@ __global__ void sinks_backward_kernel(float* sums, size_t stride, const T* out, 
 // One warp for each of n rows or parts.
 template <typename Kernel, typename... Args>
 void launch_join(Kernel* kernel, size_t n, cudaStream_t stream, Args... args) {
-    launch(kernel, unsigned(ceil_div(n, size_t(JOIN_WARPS))), JOIN_WARPS * 32, 0, stream, args...);
+    launch(kernel, unsigned(ceil_div(n, size_t(JOIN_WARPS))), JOIN_WARPS * 32, stream, args...);
 }
 inline size_t joined_rows(const AttentionDims& d) { return d.B * d.Tq * d.NH; }
 
@@ -549,7 +549,7 @@ void prefix_backward(T* dq, float* dk, float* dv, const T* out, const float* lse
     launch_join(prefix_queries_kernel<T>, joined_rows(x.d), stream, dq, out, lse, x);
     if (!dk) return;
     dim3 keys(unsigned(x.d.Tk), unsigned(x.d.NKV));
-    launch(prefix_keys_kernel<T>, keys, KEY_WARPS * 32, 0, stream, dk, dv, out, lse, x);
+    launch(prefix_keys_kernel<T>, keys, KEY_WARPS * 32, stream, dk, dv, out, lse, x);
 }
 
 // Sinks. Parts without rows become 0.

@@ -315,7 +315,7 @@ void take_rows(RowOperands<T>& x, Pieces& pieces, const AttentionOperands<T>& op
 template <typename T>
 void attention_spans(const RowOperands<T>& x, cudaStream_t stream) {
     dim3 grid(std::max(x.tiles, x.key_tiles), unsigned(x.d.B));
-    launch(attention_spans_kernel<T>, grid, MMA_THREADS / 2, 0, stream, x);
+    launch(attention_spans_kernel<T>, grid, MMA_THREADS / 2, stream, x);
 }
 
 // Compute what backward needs of its tiles: ranges, spans, lse and D.
@@ -323,7 +323,7 @@ template <typename T>
 void attention_statistics(const T* out, const float* lse, const RowOperands<T>& x,
                           cudaStream_t stream) {
     dim3 grid(std::max(x.tiles, x.key_tiles), unsigned(x.d.NKV), unsigned(x.d.B));
-    launch(attention_statistics_kernel<T>, grid, MMA_THREADS, 0, stream, out, lse, x);
+    launch(attention_statistics_kernel<T>, grid, MMA_THREADS, stream, out, lse, x);
 }
 
 // ----------------------------------------------------------------------------

@@ -161,7 +161,7 @@ __global__ void __launch_bounds__(QUEUE_THREADS)
 template <typename T>
 void make_queue(const TileQueue& queue, const RowOperands<T>& x, cudaStream_t stream) {
     attention_spans(x, stream);
-    launch(attention_queue_kernel<T>, unsigned(x.d.B), QUEUE_THREADS, 0, stream, x, queue);
+    launch(attention_queue_kernel<T>, unsigned(x.d.B), QUEUE_THREADS, stream, x, queue);
 }
 
 // ----------------------------------------------------------------------------
@@ -1193,7 +1193,7 @@ void attention_hopper_backward(Q* dq, K* dk, K* dv, const T* out, const float* l
                           BackwardBlock<Native, D, CAPPED>::BYTES, stream, maps, in(dk), in(dv), x);
     });
     dim3 dq_grid(x.tiles * 4 * PARTS, unsigned(d.NKV), unsigned(d.B));
-    launch(attention_hopper_dq_kernel<Native>, dq_grid, WARPGROUP, 0, stream, in(dq), x);
+    launch(attention_hopper_dq_kernel<Native>, dq_grid, WARPGROUP, stream, in(dq), x);
 }
 #endif
 

@@ -119,7 +119,7 @@ void column_sums(const std::vector<ColumnSum<T>>& columns,
               strips.count);
     if (strips.count)
         launch(vector ? column_sums_kernel<T, VECTOR<T>> : column_sums_kernel<T, 1>, grid,
-               COLUMN_WARPS * 32, 0, stream, strips);
+               COLUMN_WARPS * 32, stream, strips);
     add_parts(parts, accumulate, stream);
 }
 

@@ -497,7 +497,7 @@ void crossentropy_max(float* row_max, const T* logits, size_t N, size_t V, size_
                       cudaStream_t stream) {
     bool vector = can_vectorize<T>(Vp, logits);
     launch(vector ? crossentropy_max_kernel<T, VECTOR<T>> : crossentropy_max_kernel<T, 1>,
-           unsigned(N), CROSSENTROPY_THREADS, 0, stream,
+           unsigned(N), CROSSENTROPY_THREADS, stream,
            row_max, logits, V, Vp);
 }
 
@@ -509,7 +509,7 @@ void crossentropy_sum(float* sum_exp, float* target_logit, const T* logits, cons
     // The kernel writes row_max only with FIND, so this cast is safe.
     launch(vector ? crossentropy_sum_kernel<T, VECTOR<T>, false>
                   : crossentropy_sum_kernel<T, 1, false>,
-           unsigned(N), CROSSENTROPY_THREADS, 0, stream,
+           unsigned(N), CROSSENTROPY_THREADS, stream,
            const_cast<float*>(row_max), sum_exp, target_logit, logits, targets, V, Vp,
            vocab_start);
 }
@@ -520,7 +520,7 @@ void crossentropy_max_sum(float* row_max, float* sum_exp, float* target_logit, c
     bool vector = can_vectorize<T>(Vp, logits);
     launch(vector ? crossentropy_sum_kernel<T, VECTOR<T>, true>
                   : crossentropy_sum_kernel<T, 1, true>,
-           unsigned(N), CROSSENTROPY_THREADS, 0, stream,
+           unsigned(N), CROSSENTROPY_THREADS, stream,
            row_max, sum_exp, target_logit, logits, targets, V, Vp, 0);
 }
 
@@ -528,7 +528,7 @@ inline void crossentropy_loss(float* losses, const float* row_max, const float* 
                               const float* target_logit, const int* targets, size_t N,
                               cudaStream_t stream) {
     launch(crossentropy_loss_kernel,
-           unsigned(ceil_div(N, 256)), 256, 0, stream,
+           unsigned(ceil_div(N, 256)), 256, stream,
            losses, row_max, sum_exp, target_logit, targets, N);
 }
 
@@ -538,7 +538,7 @@ void crossentropy_backward(T* logits, const int* targets, const float* row_max,
                            size_t vocab_start, cudaStream_t stream) {
     bool vector = can_vectorize<T>(Vp, logits);
     launch(vector ? crossentropy_backward_kernel<T, VECTOR<T>> : crossentropy_backward_kernel<T, 1>,
-           unsigned(N), CROSSENTROPY_THREADS, 0, stream,
+           unsigned(N), CROSSENTROPY_THREADS, stream,
            logits, targets, row_max, sum_exp, scale, V, Vp, vocab_start);
 }
 
@@ -555,7 +555,7 @@ void crossentropy_forward_backward(float* losses, T* logits, const int* targets,
     auto run = [&](auto P) {
         launch(fit >= 4 ? crossentropy_forward_backward_kernel<T, P, 1>
                         : crossentropy_forward_backward_kernel<T, P, LONG_ROW_LOADS>,
-               unsigned(blocks), CROSSENTROPY_THREADS, 0, stream,
+               unsigned(blocks), CROSSENTROPY_THREADS, stream,
                losses, logits, targets, scale, N, V, Vp);
     };
     can_vectorize<T>(Vp, logits) ? run(Int<VECTOR<T>>()) : run(Int<1>());
@@ -564,7 +564,7 @@ void crossentropy_forward_backward(float* losses, T* logits, const int* targets,
 // One block, so that the order of the sum depends on N alone.
 inline void crossentropy_total(double* total, const float* losses, size_t N, cudaStream_t stream) {
     launch(crossentropy_total_kernel,
-           1, 1024, 0, stream,
+           1, 1024, stream,
            total, losses, N);
 }
 #endif

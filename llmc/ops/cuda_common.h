@@ -21,8 +21,7 @@ namespace llmc {
 // ----------------------------------------------------------------------------
 // vectors
 
-// N elements of T, for one load or store: 16 bytes where pointers and row length allow it, else one
-// element. A larger Pack takes several loads of 16 bytes.
+// N elements of T, for one load or store of 16 bytes or one element; a larger Pack takes several.
 template <typename T, int N>
 struct alignas(N * sizeof(T) < 16 ? N * sizeof(T) : 16) Pack { T v[N]; };
 template <int N, typename T>
@@ -104,17 +103,21 @@ __device__ void block_sums(A (&x)[K]) {
                    cudaGetErrorString(cuda_error_));                    \
     } while (0)
 
-// Start a kernel. Every launch in every build goes through here, so none forgets the stream or
-// the error check.
+// Start a kernel with bytes of shared memory, or without. Every launch in every build goes through
+// here, so none forgets the stream or the error check.
 template <typename... Params, typename... Args>
-void launch(void (*kernel)(Params...), dim3 grid, dim3 block, size_t shared_bytes,
-            cudaStream_t stream, Args... args) {
+void launch_bytes(void (*kernel)(Params...), dim3 grid, dim3 block, size_t shared_bytes,
+                  cudaStream_t stream, Args... args) {
 #if defined(__CUDACC__)
     kernel<<<grid, block, shared_bytes, stream>>>(Params(args)...);
 #else
     emulator::launch(kernel, grid, block, shared_bytes, stream, Params(args)...);
 #endif
     LLMC_CUDA_CHECK(cudaGetLastError());
+}
+template <typename... Params, typename... Args>
+void launch(void (*kernel)(Params...), dim3 grid, dim3 block, cudaStream_t stream, Args... args) {
+    launch_bytes(kernel, grid, block, 0, stream, args...);
 }
 
 // A compile-time constant that a generic lambda can take as an argument.

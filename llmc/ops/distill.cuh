@@ -271,20 +271,19 @@ template <typename T>
 void distill_sums(const DistillRows<T>& x, Distillation d, cudaStream_t stream) {
     bool vector = can_vectorize<T>(x.Vp, x.student, x.teacher);
     launch(vector ? distill_sums_kernel<T, VECTOR<T>> : distill_sums_kernel<T, 1>,
-           unsigned(x.N), DISTILL_THREADS, 0, stream,
+           unsigned(x.N), DISTILL_THREADS, stream,
            x, d);
 }
 template <typename T>
 void distill_loss(float* losses, const DistillRows<T>& x, Distillation d, cudaStream_t stream) {
-    launch(distill_loss_kernel<T>, unsigned(ceil_div(x.N, 128)), 128, 0, stream, losses, x,
-           d);
+    launch(distill_loss_kernel<T>, unsigned(ceil_div(x.N, 128)), 128, stream, losses, x, d);
 }
 template <typename T>
 void distill_backward(const DistillRows<T>& x, Distillation d, GradientScale scale,
                       cudaStream_t stream) {
     bool vector = can_vectorize<T>(x.Vp, x.student, x.teacher);
     launch(vector ? distill_backward_kernel<T, VECTOR<T>> : distill_backward_kernel<T, 1>,
-           unsigned(x.N), DISTILL_THREADS, 0, stream,
+           unsigned(x.N), DISTILL_THREADS, stream,
            x, d, scale);
 }
 #endif

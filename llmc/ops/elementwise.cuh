@@ -91,7 +91,7 @@ template <typename T, typename F, typename... In>
 void map_elements(T* out, size_t n, const F& f, cudaStream_t stream, const In*... in) {
     bool vector = can_vectorize<T>(0, out) && (can_vectorize<In>(0, in) && ...);
     pick_element_kernel<T>(n, vector, [&](auto P, unsigned grid) {
-        launch(map_elements_kernel<T, P, F, In...>, grid, ELEMENT_THREADS, 0, stream, out, n, f,
+        launch(map_elements_kernel<T, P, F, In...>, grid, ELEMENT_THREADS, stream, out, n, f,
                in...);
     });
 }
@@ -112,7 +112,7 @@ template <typename T, typename In, typename F = RowGate<T, false>>
 void round_rows(T* out, size_t out_stride, const In* in, size_t in_stride, size_t rows, size_t n,
                 cudaStream_t stream, const F& f = {}) {
     pick_element_kernel<T>(rows * n, false, [&](auto, unsigned grid) {
-        launch(round_rows_kernel<T, In, F>, grid, ELEMENT_THREADS, 0, stream, out, out_stride, in,
+        launch(round_rows_kernel<T, In, F>, grid, ELEMENT_THREADS, stream, out, out_stride, in,
                in_stride, rows, n, f);
     });
 }

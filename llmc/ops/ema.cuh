@@ -108,7 +108,7 @@ void ema_update(float* mean, const WeightMemory<T>& x, size_t n, double decay,
     const unsigned char* master = static_cast<const unsigned char*>(x.master);
     pick_element_kernel<float>(n, can_vectorize<float>(0, mean, x.weight, master),
                                [&](auto P, unsigned grid) {
-        launch(ema_update_kernel<T, P>, grid, ELEMENT_THREADS, 0, stream, mean, x, n, decay, scale);
+        launch(ema_update_kernel<T, P>, grid, ELEMENT_THREADS, stream, mean, x, n, decay, scale);
     });
 }
 #endif

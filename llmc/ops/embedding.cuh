@@ -292,7 +292,7 @@ void embedding_forward(T* out, const int* tokens, const int* positions, const in
                        size_t C, cudaStream_t stream, float scale = 1) {
     pick_row_kernel<T>(C, can_vectorize<T>(C, out, wte, wpe), [&](auto P, auto WARPS) {
         launch(embedding_forward_kernel<T, P, WARPS>,
-               row_grid<WARPS>(N), row_block<WARPS>(), 0, stream,
+               row_grid<WARPS>(N), row_block<WARPS>(), stream,
                out, tokens, positions, doc_start, wte, wpe, N, vocab_start, Vp, C, scale);
     });
 }
@@ -318,13 +318,13 @@ void embedding_add(float* table, const T* dout, EmbeddingKeys keys, void* scratc
     for (int shift = 0; shift == 0 || rows >> shift > 0; shift += DIGIT_BITS) {
         if (from) std::swap(sorted, other);
         launch(embedding_sort_kernel<false>,
-               tiles, 32, 0, stream,
+               tiles, 32, stream,
                sorted, counts, from, keys, shift, N);
         launch(embedding_scan_kernel,
-               1, SCAN_THREADS, 0, stream,
+               1, SCAN_THREADS, stream,
                counts, DIGITS * tiles);
         launch(embedding_sort_kernel<true>,
-               tiles, 32, 0, stream,
+               tiles, 32, stream,
                sorted, counts, from, keys, shift, N);
         from = sorted;
     }
@@ -337,7 +337,7 @@ void embedding_add(float* table, const T* dout, EmbeddingKeys keys, void* scratc
     auto add = [&](auto P) {
         dim3 grid(unsigned(ceil_div(N, ADD_WARPS)), unsigned(ceil_div(C, 32 * P)));
         launch(embedding_add_kernel<T, P>,
-               grid, ADD_WARPS * 32, 0, stream,
+               grid, ADD_WARPS * 32, stream,
                table, dout, from, keys, N, C, scale);
     };
     can_vectorize<T>(C, dout, table) ? add(Int<VECTOR<T>>()) : add(Int<1>());

@@ -96,8 +96,8 @@ static __global__ void drop_over_capacity_kernel(int* ids, int* dropped, const i
 
 inline void drop_over_capacity(int* ids, int* dropped, const int* choices, size_t M, size_t length,
                                size_t E, size_t capacity, cudaStream_t stream) {
-    launch(drop_over_capacity_kernel, unsigned(E), SLOT_THREADS, 0, stream, ids, dropped, choices,
-           M, length, E, capacity);
+    launch(drop_over_capacity_kernel, unsigned(E), SLOT_THREADS, stream, ids, dropped, choices, M,
+           length, E, capacity);
 }
 #endif
 

@@ -418,7 +418,7 @@ void fp8_quantise(Out* out, Out* transposed, float* inverse, // (rows,cols) (col
     if (amax) {
         unsigned many = unsigned(std::min(ceil_div(n, 4096), size_t(1024)));
         LLMC_CUDA_CHECK(cudaMemsetAsync(amax, 0, sizeof(uint32_t), stream));
-        launch(fp8_amax_kernel<T>, many, ELEMENT_THREADS, 0, stream, amax, x, n, packs);
+        launch(fp8_amax_kernel<T>, many, ELEMENT_THREADS, stream, amax, x, n, packs);
     }
 
     // Quantise, one block for each tile.
@@ -429,7 +429,7 @@ void fp8_quantise(Out* out, Out* transposed, float* inverse, // (rows,cols) (col
         kernel = fp8_quantise_kernel<F, Out, T, true, false>;
     if (blocks == Fp8Blocks::COLUMNS)
         kernel = fp8_quantise_kernel<F, Out, T, false, true>;
-    launch(kernel, tiles, FP8_THREADS, 0, stream, out, transposed, inverse, x, amax, rows, cols,
+    launch(kernel, tiles, FP8_THREADS, stream, out, transposed, inverse, x, amax, rows, cols,
            blocks, late, packs);
 }
 #endif

@@ -137,7 +137,7 @@ static __global__ void fp8_next_scales_kernel(Fp8History h, Fp8Rule rule) {
 inline void fp8_next_scales(const Fp8History& h, const Fp8Rule& rule, cudaStream_t stream) {
     constexpr unsigned WARPS = 4;
     unsigned blocks = unsigned(ceil_div(h.slots, size_t(WARPS)));
-    launch(fp8_next_scales_kernel, blocks, WARPS * 32, 0, stream, h, rule);
+    launch(fp8_next_scales_kernel, blocks, WARPS * 32, stream, h, rule);
 }
 #endif
 

@@ -288,7 +288,7 @@ void launch_fp8_warps(Kernel* kernel, size_t n, cudaStream_t stream, Operands...
     size_t grid = ceil_div(n, size_t(FP8_SENT_WARPS));
     LLMC_CHECK(grid <= 0x7fffffff, "%zu blocks of a matrix are more than a grid has", n);
     if (n)
-        launch(kernel, unsigned(grid), FP8_SENT_WARPS * 32, 0, stream, operands...);
+        launch(kernel, unsigned(grid), FP8_SENT_WARPS * 32, stream, operands...);
 }
 
 template <typename T>

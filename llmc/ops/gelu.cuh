@@ -154,7 +154,7 @@ void gelu_forward(T* out, const T* inp, size_t n, cudaStream_t stream, bool exac
     bool vector = can_vectorize<T>(n, out, inp);
     size_t threads = vector ? n / VECTOR<T> : n;
     launch(vector ? gelu_forward_kernel<T, VECTOR<T>> : gelu_forward_kernel<T, 1>,
-           unsigned(ceil_div(threads, GELU_THREADS)), GELU_THREADS, 0, stream,
+           unsigned(ceil_div(threads, GELU_THREADS)), GELU_THREADS, stream,
            out, inp, n, exact);
 }
 
@@ -164,8 +164,8 @@ void gelu_backward(T* dinp, float* sums, const T* dout, const T* inp, size_t N, 
     size_t parts = strips_of(N, COLUMN_STRIPS, stream);
     bool vector = can_vectorize<T>(C, dinp, dout, inp);
     dim3 grid(unsigned(ceil_div(C, 32 * (vector ? VECTOR<T> : 1))), unsigned(parts));
-    launch(vector ? gelu_backward_kernel<T, VECTOR<T>> : gelu_backward_kernel<T, 1>, grid,
-           COLUMN_WARPS * 32, 0, stream,
+    launch(vector ? gelu_backward_kernel<T, VECTOR<T>> : gelu_backward_kernel<T, 1>,
+           grid, COLUMN_WARPS * 32, stream,
            dinp, sums, dout, inp, N, C, ceil_div(N, parts), exact);
 }
 #endif

@@ -161,7 +161,7 @@ inline size_t grad_squares(double* sums, const float* grad, const TensorRow* row
     return for_each_table(rows, count, [&](const TensorTable& table, size_t done) {
         bool vector = can_vectorize<float>(0, grad) && rows_aligned<4>(table);
         launch(vector ? grad_squares_kernel<4> : grad_squares_kernel<1>, unsigned(table.chunks),
-               GRAD_NORM_WARPS * 32, 0, stream, sums + done, grad, table);
+               GRAD_NORM_WARPS * 32, stream, sums + done, grad, table);
     });
 }
 
@@ -177,8 +177,8 @@ inline void grad_norm_finish(StepScale* out, double* sums, size_t count, float c
     bool runs = count > NORM_RUN;
     unsigned grid = unsigned(ceil_div(count, NORM_RUN));
     if (runs)
-        launch(grad_norm_runs_kernel, grid, FINISH_WARPS * 32, 0, stream, sums, count);
-    launch(grad_norm_finish_kernel, 1, FINISH_WARPS * 32, 0, stream, out, sums, count,
+        launch(grad_norm_runs_kernel, grid, FINISH_WARPS * 32, stream, sums, count);
+    launch(grad_norm_finish_kernel, 1, FINISH_WARPS * 32, stream, out, sums, count,
            runs ? NORM_RUN : size_t(1), clip, rule, betas);
 }
 #endif

@@ -160,7 +160,7 @@ template <typename T>
 void grouped_bias_forward(T* out, const T* bias, const GroupedBias<float>& x,
                           cudaStream_t stream) {
     dim3 grid(BIAS_BLOCKS, unsigned(x.g.E));
-    launch(grouped_bias_forward_kernel<T>, grid, BIAS_THREADS, 0, stream, out, bias, x);
+    launch(grouped_bias_forward_kernel<T>, grid, BIAS_THREADS, stream, out, bias, x);
 }
 
 // A thread for each channel of each expert. Experts have unequal rows, so some threads walk far
@@ -170,8 +170,7 @@ void grouped_bias_backward(float* dbias, const T* dout, const GroupedBias<float>
                            bool accumulate, cudaStream_t stream) {
     size_t blocks = ceil_div(x.g.OC, size_t(BIAS_THREADS));
     dim3 grid(unsigned(blocks), unsigned(x.g.E));
-    launch(grouped_bias_backward_kernel<T>, grid, BIAS_THREADS, 0, stream, dbias, dout, x,
-           accumulate);
+    launch(grouped_bias_backward_kernel<T>, grid, BIAS_THREADS, stream, dbias, dout, x, accumulate);
 }
 
 // dgates holds the part of the experts' inner rows already: this one is added.
@@ -179,7 +178,7 @@ template <typename T>
 void grouped_bias_backward_gates(float* dgates, const T* dout, const T* bias,
                                  const GroupedBias<float>& x, cudaStream_t stream) {
     dim3 grid(BIAS_BLOCKS, unsigned(x.g.E));
-    launch(grouped_bias_gates_kernel<T>, grid, BIAS_THREADS, 0, stream, dgates, dout, bias, x);
+    launch(grouped_bias_gates_kernel<T>, grid, BIAS_THREADS, stream, dgates, dout, bias, x);
 }
 #endif
 

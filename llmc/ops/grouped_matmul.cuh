@@ -270,7 +270,7 @@ void grouped_forward(T* out, const T* inp, const T* w, const Groups& g, bool acc
     if constexpr (IS_BF16_OR_FP16<T>)
         if (grouped_mma_takes<T>(g, out, inp, w))
             return grouped_tensor_cores<true, true>(out, inp, w, g, accumulate, stream);
-    launch(grouped_rows_kernel<T>, grouped_grid(g, g.OC), GROUPED_THREADS, 0, stream, out, inp, w,
+    launch(grouped_rows_kernel<T>, grouped_grid(g, g.OC), GROUPED_THREADS, stream, out, inp, w,
            Strides{1, g.IC}, g, g.OC, g.IC, accumulate);
 }
 
@@ -281,7 +281,7 @@ void grouped_backward_input(T* dinp, const T* dout, const T* w, const Groups& g,
     if constexpr (IS_BF16_OR_FP16<T>)
         if (grouped_mma_takes<T>(g, dinp, dout, w))
             return grouped_tensor_cores<true, false>(dinp, dout, w, g, accumulate, stream);
-    launch(grouped_rows_kernel<T>, grouped_grid(g, g.IC), GROUPED_THREADS, 0, stream, dinp, dout, w,
+    launch(grouped_rows_kernel<T>, grouped_grid(g, g.IC), GROUPED_THREADS, stream, dinp, dout, w,
            Strides{g.IC, 1}, g, g.IC, g.OC, accumulate);
 }
 
@@ -295,8 +295,7 @@ void grouped_backward_weight(float* dw, const T* dout, const T* inp, const Group
     // One block for each tile of each expert's matrix.
     dim3 grid(unsigned(ceil_div(g.IC, GROUPED_TILE)), unsigned(ceil_div(g.OC, GROUPED_TILE)),
               unsigned(g.E));
-    launch(grouped_weight_kernel<T>, grid, GROUPED_THREADS, 0, stream, dw, dout, inp, g,
-           accumulate);
+    launch(grouped_weight_kernel<T>, grid, GROUPED_THREADS, stream, dw, dout, inp, g, accumulate);
 }
 #endif
 

@@ -377,27 +377,27 @@ __global__ void latent_attention_forward_kernel(T* mean, const AttentionOperands
 template <typename T>
 void latent_heads_forward(T* k, T* v, const T* kv, const T* k_rope, size_t rope_stride,
                           const LatentHeads& d, size_t N, cudaStream_t stream) {
-    launch(latent_heads_forward_kernel<T>, unsigned(N), LATENT_THREADS, 0, stream, k, v, kv, k_rope,
+    launch(latent_heads_forward_kernel<T>, unsigned(N), LATENT_THREADS, stream, k, v, kv, k_rope,
            rope_stride, d);
 }
 
 template <typename T>
 void latent_heads_backward(T* dkv, T* dk_rope, size_t rope_stride, const T* dk, const T* dv,
                            const LatentHeads& d, size_t N, cudaStream_t stream) {
-    launch(latent_heads_backward_kernel<T>, unsigned(N), LATENT_THREADS, 0, stream, dkv, dk_rope,
+    launch(latent_heads_backward_kernel<T>, unsigned(N), LATENT_THREADS, stream, dkv, dk_rope,
            rope_stride, dk, dv, d);
 }
 
 template <typename T>
 void heads_to_latents(T* out, const T* x, const HeadMatrix<T>& m, size_t N,
                       cudaStream_t stream) {
-    launch(heads_to_latents_kernel<T>, unsigned(N * m.NH), DECODE_THREADS, 0, stream, out, x, m);
+    launch(heads_to_latents_kernel<T>, unsigned(N * m.NH), DECODE_THREADS, stream, out, x, m);
 }
 
 template <typename T>
 void latents_to_heads(T* out, const T* x, const HeadMatrix<T>& m, size_t N,
                       cudaStream_t stream) {
-    launch(latents_to_heads_kernel<T>, unsigned(N * m.NH), DECODE_THREADS, 0, stream, out, x, m);
+    launch(latents_to_heads_kernel<T>, unsigned(N * m.NH), DECODE_THREADS, stream, out, x, m);
 }
 
 template <typename T>

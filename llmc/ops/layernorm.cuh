@@ -237,7 +237,7 @@ void layernorm_forward(T* out, float* mean, float* rstd, const T* inp, const T* 
     bool vector = can_vectorize<T>(C, out, inp, weight, bias);
     pick_row_kernel<T>(C, vector, [&](auto P, auto WARPS) {
         launch(layernorm_forward_kernel<T, P, WARPS>,
-               row_grid<WARPS>(N), row_block<WARPS>(), 0, stream,
+               row_grid<WARPS>(N), row_block<WARPS>(), stream,
                out, mean, rstd, inp, weight, bias, N, C, eps);
     });
 }
@@ -249,8 +249,8 @@ void layernorm_backward(T* dinp, float* sums, const T* dresidual, const T* dout,
     size_t parts = strips_of(N, ROW_STRIPS, stream);
     bool vector = can_vectorize<T>(C, dinp, dresidual, dout, inp, weight);
     pick_strip_kernel<T, 3>(C, vector, [&](auto P, auto WARPS, auto PACKS) {
-        launch(layernorm_backward_kernel<T, P, WARPS, PACKS>, unsigned(parts), row_block<WARPS>(),
-               0, stream,
+        launch(layernorm_backward_kernel<T, P, WARPS, PACKS>,
+               unsigned(parts), row_block<WARPS>(), stream,
                dinp, sums, dresidual, dout, inp, weight, mean, rstd, N, C, ceil_div(N, parts));
     });
 }

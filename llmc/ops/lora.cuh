@@ -222,7 +222,7 @@ void lora_rows_forward(T* out, const T* inp, const Lora* adapters, const LoraRun
     unsigned count = 0;
     auto flush = [&] {
         if (count)
-            launch(lora_rows_kernel<T>, count, LORA_WARPS * 32, 0, stream, out, inp, table, OC, IC);
+            launch(lora_rows_kernel<T>, count, LORA_WARPS * 32, stream, out, inp, table, OC, IC);
         count = 0;
     };
 

@@ -908,8 +908,8 @@ inline void check_routing(const Routing& r) {
 inline void route_forward(int* ids, float* gates, const float* logits, const Routing& r, size_t N,
                           cudaStream_t stream) {
     check_routing(r);
-    launch(route_forward_kernel, unsigned(ceil_div(N, ROUTE_WARPS)), ROUTE_WARPS * 32, 0, stream,
-           ids, gates, logits, r, N);
+    launch(route_forward_kernel, unsigned(ceil_div(N, ROUTE_WARPS)), ROUTE_WARPS * 32, stream, ids,
+           gates, logits, r, N);
 }
 
 // One warp for each token. r.bias, b.counts and b.loss_scale must be on the device.
@@ -917,27 +917,26 @@ template <typename T>
 void route_backward(T* dlogits, const float* dgates, const float* logits, const int* ids,
                     const Routing& r, const BalanceTerms& b, size_t N, cudaStream_t stream) {
     check_routing(r);
-    launch(route_backward_kernel<T>, unsigned(ceil_div(N, ROUTE_WARPS)), ROUTE_WARPS * 32, 0,
-           stream, dlogits, dgates, logits, ids, r, b, N);
+    launch(route_backward_kernel<T>, unsigned(ceil_div(N, ROUTE_WARPS)), ROUTE_WARPS * 32, stream,
+           dlogits, dgates, logits, ids, r, b, N);
 }
 
 inline void count_slots(int* counts, const int* ids, size_t groups, size_t length, size_t E,
                         bool accumulate, cudaStream_t stream) {
     LLMC_CHECK(E <= MOST_COUNTED, "%zu experts: at most %u are counted", E, MOST_COUNTED);
     SlotGroups x = {counts, counts, E, length, groups * length};
-    launch(count_slots_kernel, unsigned(groups), SLOT_THREADS, 0, stream, x, ids, E, accumulate);
+    launch(count_slots_kernel, unsigned(groups), SLOT_THREADS, stream, x, ids, E, accumulate);
 }
 
 inline void list_tokens(int* tokens, int* counts, const int* ids, const TokenLists& of,
                         cudaStream_t stream) {
-    launch(list_tokens_kernel, unsigned(of.lists), SLOT_THREADS, 0, stream, tokens, counts, ids,
-           of);
+    launch(list_tokens_kernel, unsigned(of.lists), SLOT_THREADS, stream, tokens, counts, ids, of);
 }
 
 inline void own_experts(int* own, const int* ids, size_t M, size_t first, size_t E,
                         cudaStream_t stream) {
-    launch(own_experts_kernel, unsigned(ceil_div(M, SLOT_THREADS)), SLOT_THREADS, 0, stream, own,
-           ids, M, first, E);
+    launch(own_experts_kernel, unsigned(ceil_div(M, SLOT_THREADS)), SLOT_THREADS, stream, own, ids,
+           M, first, E);
 }
 
 // Count, sum over groups if there are several, and place. A group's counts lie in its own part of
@@ -947,10 +946,10 @@ inline void sort_slots(const Slots& s, const int* ids, size_t M, size_t E, cudaS
     size_t length = std::max(SORTED_SLOTS, E);
     unsigned groups = unsigned(std::max(M / length, size_t(1)));
     SlotGroups x = {s.counts, s.row_of, length, length, M};
-    launch(count_slots_kernel, groups, SLOT_THREADS, 0, stream, x, ids, E, false);
+    launch(count_slots_kernel, groups, SLOT_THREADS, stream, x, ids, E, false);
     if (groups > 1)
-        launch(scan_slots_kernel, unsigned(E), 32, 0, stream, x, groups);
-    launch(place_slots_kernel, groups, 32, 0, stream, s, x, ids, E);
+        launch(scan_slots_kernel, unsigned(E), 32, stream, x, groups);
+    launch(place_slots_kernel, groups, 32, stream, s, x, ids, E);
 }
 
 // The grid has a block for each of M slots, so the host need not read *rows.
@@ -960,7 +959,7 @@ void move_rows(T* to, const T* from, const int* slot_of, const int* rows, size_t
     // Loads take 16 bytes where C and both pointers allow it.
     bool vector = can_vectorize<T>(C, to, from);
     launch(vector ? move_rows_kernel<T, VECTOR<T>, TO_TOKENS> : move_rows_kernel<T, 1, TO_TOKENS>,
-           unsigned(M), 128, 0, stream,
+           unsigned(M), 128, stream,
            to, from, slot_of, rows, K, C);
 }
 
@@ -969,7 +968,7 @@ void combine_slots(T* out, const T* residual, const T* y, const int* row_of, con
                    size_t N, size_t K, size_t C, cudaStream_t stream) {
     bool vector = can_vectorize<T>(C, out, residual, y);
     launch(vector ? combine_slots_kernel<T, VECTOR<T>> : combine_slots_kernel<T, 1>,
-           unsigned(N), 128, 0, stream,
+           unsigned(N), 128, stream,
            out, residual, y, row_of, rows, K, C);
 }
 
@@ -978,7 +977,7 @@ void gated_swiglu_forward(T* h, const T* gate, const T* up, const float* gates, 
                           const int* rows, size_t M, size_t F, cudaStream_t stream,
                           const ExpertGate& kind = {}) {
     pick_row_kernel<T>(F, can_vectorize<T>(F, h, gate, up), [&](auto P, auto WARPS) {
-        launch(gated_swiglu_forward_kernel<T, P, WARPS>, row_grid<WARPS>(M), row_block<WARPS>(), 0,
+        launch(gated_swiglu_forward_kernel<T, P, WARPS>, row_grid<WARPS>(M), row_block<WARPS>(),
                stream, h, gate, up, gates, slot_of, rows, M, F, kind);
     });
 }
@@ -991,7 +990,7 @@ void gated_swiglu_backward(T* dgate, T* dup, float* dgates,
                            const ExpertGate& kind = {}) {
     bool vector = can_vectorize<T>(F, dgate, dup, dh, gate, up);
     pick_row_kernel<T>(F, vector, [&](auto P, auto WARPS) {
-        launch(gated_swiglu_backward_kernel<T, P, WARPS>, row_grid<WARPS>(M), row_block<WARPS>(), 0,
+        launch(gated_swiglu_backward_kernel<T, P, WARPS>, row_grid<WARPS>(M), row_block<WARPS>(),
                stream, dgate, dup, dgates, dh, gate, up, gates, slot_of, rows, M, F, kind);
     });
 }

@@ -246,7 +246,7 @@ static __global__ void divide_lines_kernel(MuonLines<float> lines) {
     if (i < lines.count) lines.divide(i);
 }
 inline void divide_lines(const MuonLines<float>& lines, cudaStream_t stream) {
-    launch(divide_lines_kernel, unsigned(ceil_div(lines.count, 32)), 32, 0, stream, lines);
+    launch(divide_lines_kernel, unsigned(ceil_div(lines.count, 32)), 32, stream, lines);
 }
 #endif
 

@@ -358,7 +358,7 @@ template <typename T, typename W>
 void dequantize_pairs(T* out, const W& w, size_t n, size_t cols, cudaStream_t stream) {
     bool vector = can_vectorize<T>(cols, out, w.codes);
     pick_element_kernel<T>(n, vector, [&](auto P, unsigned grid) {
-        launch(dequantize_pairs_kernel<T, P, W>, grid, ELEMENT_THREADS, 0, stream, out, w, n);
+        launch(dequantize_pairs_kernel<T, P, W>, grid, ELEMENT_THREADS, stream, out, w, n);
     });
 }
 template <typename T> void nf4_dequantize(T* out, const Nf4& w, size_t n, cudaStream_t stream) {
@@ -373,7 +373,7 @@ template <typename T>
 void int8_dequantize(T* out, const int8_t* codes, const float* absmax, size_t rows, size_t cols,
                      cudaStream_t stream) {
     unsigned grid = unsigned(ceil_div(rows * cols, size_t(ELEMENT_THREADS)));
-    launch(int8_dequantize_kernel<T>, grid, ELEMENT_THREADS, 0, stream, out, codes, absmax, cols,
+    launch(int8_dequantize_kernel<T>, grid, ELEMENT_THREADS, stream, out, codes, absmax, cols,
            rows * cols);
 }
 #endif

@@ -393,7 +393,7 @@ __global__ void place_rows_kernel(float* to, const float* from, const int* posit
 // launchers
 
 inline void objective(const ObjectiveRows<float>& x, Objective o, size_t N, cudaStream_t stream) {
-    launch(objective_kernel, unsigned(ceil_div(N, 128)), 128, 0, stream, x, o, N);
+    launch(objective_kernel, unsigned(ceil_div(N, 128)), 128, stream, x, o, N);
 }
 
 template <bool TO_WHOLE>
@@ -401,7 +401,7 @@ void place_rows(float* to, const float* from, const int* positions, size_t B, si
                 cudaStream_t stream) {
     size_t N = B * t;
     unsigned blocks = unsigned(ceil_div(N, 128));
-    launch(place_rows_kernel<TO_WHOLE>, blocks, 128, 0, stream, to, from, positions, N, t, T);
+    launch(place_rows_kernel<TO_WHOLE>, blocks, 128, stream, to, from, positions, N, t, T);
 }
 #endif
 

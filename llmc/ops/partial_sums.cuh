@@ -148,7 +148,7 @@ void add_parts(const std::vector<PartialSums<A>>& sums, bool accumulate, cudaStr
     }
     if (list.count)
         launch(add_parts_kernel, dim3(unsigned(ceil_div(most, 32)), list.count), PARTS_WARPS * 32,
-               0, stream, list, accumulate);
+               stream, list, accumulate);
 }
 #endif
 

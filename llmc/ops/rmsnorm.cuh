@@ -289,7 +289,7 @@ void rmsnorm_forward(T* out, float* rstd, const T* inp, const T* weight, size_t 
     bool vector = can_vectorize<T>(C, out, inp, weight, more.residual);
     pick_row_kernel<T>(C, vector, [&](auto P, auto WARPS) {
         launch(rmsnorm_forward_kernel<T, P, WARPS>,
-               row_grid<WARPS>(N), row_block<WARPS>(), 0, stream,
+               row_grid<WARPS>(N), row_block<WARPS>(), stream,
                out, rstd, inp, weight, N, C, eps, more);
     });
 }
@@ -300,7 +300,7 @@ void rmsnorm_row_sums(float* row_sums, const T* inp, const T* dout, const T* wei
                       size_t C, float plus, cudaStream_t stream) {
     pick_row_kernel<T>(C, can_vectorize<T>(C, inp, dout, weight), [&](auto P, auto WARPS) {
         launch(rmsnorm_row_sums_kernel<T, P, WARPS>,
-               row_grid<WARPS>(N), row_block<WARPS>(), 0, stream,
+               row_grid<WARPS>(N), row_block<WARPS>(), stream,
                row_sums, inp, dout, weight, N, C, plus);
     });
 }
@@ -312,8 +312,8 @@ void rmsnorm_backward(T* dinp, float* sums, const T* dresidual, const T* dout, c
     size_t parts = strips_of(N, ROW_STRIPS, stream);
     bool vector = can_vectorize<T>(C, dinp, dresidual, dout, inp, weight);
     pick_strip_kernel<T, 1>(C, vector, [&](auto P, auto WARPS, auto PACKS) {
-        launch(rmsnorm_backward_kernel<T, P, WARPS, PACKS>, unsigned(parts), row_block<WARPS>(),
-               0, stream,
+        launch(rmsnorm_backward_kernel<T, P, WARPS, PACKS>,
+               unsigned(parts), row_block<WARPS>(), stream,
                dinp, sums, dresidual, dout, inp, weight, rstd, N, C, ceil_div(N, parts), more);
     });
 }

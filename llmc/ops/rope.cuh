@@ -235,8 +235,8 @@ void rope_rotate(RopeHeads<T> q, RopeHeads<T> k, const int* positions, const flo
     auto rotate = [&](auto P) {
         size_t work = std::max(q.NH, k.NH) * (HS / 2 / P); // packs of a row
         size_t threads = work < 256 ? round_up(work, 32) : 256;
-        launch(rope_kernel<T, P>, dim3(unsigned(N), k.NH ? 2 : 1), unsigned(threads), 0, stream, q,
-               k, positions, table, unsigned(HS), direction);
+        launch(rope_kernel<T, P>, dim3(unsigned(N), k.NH ? 2 : 1), unsigned(threads), stream, q, k,
+               positions, table, unsigned(HS), direction);
     };
     // Packs are loaded from both halves of a head, so each half must start at a multiple of a pack.
     bool vector = !q.neighbours && can_vectorize<T>(HS / 2, q.rows, k.rows) &&

@@ -143,8 +143,7 @@ template <typename T>
 void swiglu_forward(T* out, const T* gate, const T* up, size_t n, cudaStream_t stream,
                     Gate kind = Gate::SILU) {
     pick_element_kernel<T>(n, can_vectorize<T>(0, out, gate, up), [&](auto P, unsigned grid) {
-        launch(swiglu_forward_kernel<T, P>, grid, ELEMENT_THREADS, 0, stream, out, gate, up, n,
-               kind);
+        launch(swiglu_forward_kernel<T, P>, grid, ELEMENT_THREADS, stream, out, gate, up, n, kind);
     });
 }
 
@@ -153,8 +152,8 @@ void swiglu_backward(T* dgate, T* dup, const T* dout, const T* gate, const T* up
                      cudaStream_t stream, Gate kind = Gate::SILU) {
     bool vector = can_vectorize<T>(0, dgate, dup, dout, gate, up);
     pick_element_kernel<T>(n, vector, [&](auto P, unsigned grid) {
-        launch(swiglu_backward_kernel<T, P>, grid, ELEMENT_THREADS, 0, stream, dgate, dup, dout,
-               gate, up, n, kind);
+        launch(swiglu_backward_kernel<T, P>, grid, ELEMENT_THREADS, stream, dgate, dup, dout, gate,
+               up, n, kind);
     });
 }
 #endif

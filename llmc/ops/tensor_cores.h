@@ -78,7 +78,7 @@ void launch_shared(void (*kernel)(Params...), dim3 grid, dim3 block, size_t byte
                 kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, int(bytes)));
         most = std::max(most, bytes);
     }
-    launch(kernel, grid, block, bytes, stream, args...);
+    launch_bytes(kernel, grid, block, bytes, stream, args...);
 }
 #endif
 

@@ -51,7 +51,7 @@ Findings run_all(Kernel kernel, const Bug& b) {
     auto run = [&](const emulator::Settings& settings) {
         emulator::settings = settings;
         Output out(OUTPUTS);
-        launch(kernel, b.blocks, b.threads, b.shared_bytes, cudaStream_t{}, out.data());
+        launch_bytes(kernel, b.blocks, b.threads, b.shared_bytes, cudaStream_t{}, out.data());
         for (const std::string& m : emulator::take_messages()) f.messages.push_back(m);
         for (float x : out) f.poison |= x != x;
         f.results.insert(std::string(reinterpret_cast<char*>(out.data()), OUTPUTS * 4));
@@ -1019,14 +1019,14 @@ float copies(const TwoStreams& s, bool start, bool finish, bool again, bool capt
         cudaStreamBeginCapture(s.one, cudaStreamCaptureModeThreadLocal);
         join(s.two, s.one);
     }
-    launch(add_kernel, 1, 1, 0, s.one, &x, 1.0f);
+    launch(add_kernel, 1, 1, s.one, &x, 1.0f);
     if (start) join(s.two, s.one);
-    launch(copy_kernel, 1, 1, 0, s.two, &y, &x);
+    launch(copy_kernel, 1, 1, s.two, &y, &x);
     if (finish) join(s.one, s.two);
-    launch(copy_kernel, 1, 1, 0, s.one, &z, &y);
-    launch(add_kernel, 1, 1, 0, s.one, &x, 1.0f);
+    launch(copy_kernel, 1, 1, s.one, &z, &y);
+    launch(add_kernel, 1, 1, s.one, &x, 1.0f);
     if (again) join(s.two, s.one);
-    launch(copy_kernel, 1, 1, 0, s.two, &last, &x);
+    launch(copy_kernel, 1, 1, s.two, &last, &x);
 
     // Run it, at once or as a graph.
     if (captured) {
@@ -1088,9 +1088,9 @@ void events() {
     cudaEvent_t before, after;
     cudaEventCreate(&before), cudaEventCreate(&after);
     cudaEventRecord(before, s.one);
-    launch(add_kernel, 1, 1, 0, s.one, &x, 1.0f);
+    launch(add_kernel, 1, 1, s.one, &x, 1.0f);
     cudaEventRecord(after, s.one);
-    launch(add_kernel, 1, 1, 0, s.one, &x, 1.0f);
+    launch(add_kernel, 1, 1, s.one, &x, 1.0f);
     bool good = cudaEventElapsedTime(&ms, before, after) == cudaErrorNotReady;
     cudaEventSynchronize(after);
     good &= x == 1 && cudaEventElapsedTime(&ms, before, after) == cudaSuccess && ms > 0;
@@ -1118,9 +1118,9 @@ void captures() {
     // change of y has no effect. Two launches make 2 (1 + 2) = 6.
     float x = 0, y = 1;
     auto [status, graph] = capture([&] {
-        launch(add_kernel, 1, 1, 0, one, &x, y);
+        launch(add_kernel, 1, 1, one, &x, y);
         join(two, one);
-        launch(add_kernel, 1, 1, 0, two, &x, 2 * y);
+        launch(add_kernel, 1, 1, two, &x, 2 * y);
         join(one, two);
     });
     y = 100;
@@ -1131,12 +1131,12 @@ void captures() {
 
     // The second stream is forked and never joined.
     auto [unjoined, half] =
-        capture([&] { join(two, one), launch(add_kernel, 1, 1, 0, two, &x, y); });
+        capture([&] { join(two, one), launch(add_kernel, 1, 1, two, &x, y); });
     verdict(unjoined == cudaErrorStreamCaptureUnjoined, "a captured stream that is not joined");
     cudaGraphExecDestroy(half);
 
     // The second stream takes no part in the capture.
-    auto [outside, none] = capture([&] { launch(add_kernel, 1, 1, 0, two, &x, y); });
+    auto [outside, none] = capture([&] { launch(add_kernel, 1, 1, two, &x, y); });
     verdict(x == 6 && emulator::take_messages().size() == 1, "work beside a capture");
     cudaGraphExecDestroy(none);
 

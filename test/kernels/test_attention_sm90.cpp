@@ -120,7 +120,7 @@ void queue_case(Check& c, AttentionCase s, unsigned together) {
 
     const size_t all = s.B * s.NKV * x.tiles;
     std::vector<RowTile> taken(all + 2);
-    launch(claim_all_kernel, 1, 32, 0, cudaStream_t{}, x, x.queue, taken.data(), unsigned(all + 2));
+    launch(claim_all_kernel, 1, 32, cudaStream_t{}, x, x.queue, taken.data(), unsigned(all + 2));
 
     // Count by pairs the tiles of keys that hold a key which some row of the tile sees.
     auto length = [&](size_t b, unsigned tile) {

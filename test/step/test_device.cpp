@@ -1047,8 +1047,8 @@ TEST(RealSizes, LongRowsAreCopied) {
 // A device that has too little room leaves no error behind for the next launch.
 TEST(Device, TooLittleRoomIsForgotten) {
     EXPECT_EQ(device_memory(size_t(1) << 50, cudaStream_t{}), nullptr);
-    launch(nothing_kernel, 1, 32, 0, cudaStream_t{});
+    launch(nothing_kernel, 1, 32, cudaStream_t{});
     EXPECT_EQ(host_memory(size_t(1) << 50, cudaStream_t{}), nullptr);
-    launch(nothing_kernel, 1, 32, 0, cudaStream_t{});
+    launch(nothing_kernel, 1, 32, cudaStream_t{});
 }
 #endif
