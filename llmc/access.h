@@ -60,59 +60,60 @@ inline void access_maxima(Access& x, const Plan& p, const Model& m) {
 
 // F reads the stream and the weights, and leaves the stream for the next layer.
 inline void access_forward(Access& x, const Plan& p, const Model& model, const Action& a) {
+    using enum Kind;
     int m = a.micro, l = a.layer;
     if (l > 0)
-        x.read({Kind::STREAM, l, m});
+        x.read({STREAM, l, m});
 
     // In training the head's F computes nothing: B reads the same input and computes the loss.
-    if (l == model.head() && p.mode == Mode::TRAIN)
-        return;
+    if (l == model.head() && p.mode == Mode::TRAIN) return;
 
-    x.read({Kind::TOKENS, -1, m});
-    x.write({Kind::SCRATCH, l});
+    x.read({TOKENS, -1, m});
+    x.write({SCRATCH, l});
 
     // Read the weights. Write the next layer's stream; the head writes the loss or the logits.
     for (int b : buckets_of(model, l))
         x.read({weight_kind(p.layout, model, b), b});
-    Kind result = p.mode == Mode::EVALUATE ? Kind::LOSS : Kind::LOGITS;
-    x.write(l < model.head() ? Data{Kind::STREAM, l + 1, m} : Data{result, -1, m});
+    Kind result = p.mode == Mode::EVALUATE ? LOSS : LOGITS;
+    x.write(l < model.head() ? Data{STREAM, l + 1, m} : Data{result, -1, m});
 
     // A block leaves its activations, and in generation its keys and values.
     if (!model.is_block(l)) return;
-    x.read({Kind::CONSTANTS});
+    x.read({CONSTANTS});
     access_fp8(x, p, model);
-    for (Kind k : {Kind::KEPT_B, Kind::KEPT_W, Kind::REDO_B, Kind::REDO_W})
+    for (Kind k : {KEPT_B, KEPT_W, REDO_B, REDO_W})
         x.write({k, l, m});
     if (p.mode == Mode::GENERATE)
-        x.change({Kind::CACHE, l});
+        x.change({CACHE, l});
     // Add to this block's row of the table of loads.
     if (counts_loads(p, model))
-        x.change({Kind::LOADS});
+        x.change({LOADS});
 }
 
 // R reads what F read, and the activations that the layer's level of recomputation has kept.
 inline void access_recompute(Access& x, const Plan& p, const Model& model, const Action& a) {
+    using enum Kind;
     int m = a.micro, l = a.layer;
-    x.read({Kind::STREAM, l, m});
-    x.read({Kind::TOKENS, -1, m});
-    x.read({Kind::CONSTANTS});
+    x.read({STREAM, l, m});
+    x.read({TOKENS, -1, m});
+    x.read({CONSTANTS});
     access_fp8(x, p, model);
     for (int b : buckets_of(model, l))
         x.read({weight_kind(p.layout, model, b), b});
     bool routes = layer_shape(model.shape, l).experts.E > 0; // the choice of experts is always kept
     if (p.recompute.of(l) != Recompute::FULL || routes)
-        for (Kind k : {Kind::KEPT_B, Kind::KEPT_W})
+        for (Kind k : {KEPT_B, KEPT_W})
             x.read({k, l, m});
 
-    for (Kind k : {Kind::REDO_B, Kind::REDO_W})
+    for (Kind k : {REDO_B, REDO_W})
         x.write({k, l, m});
-    x.write({Kind::SCRATCH, l});
+    x.write({SCRATCH, l});
 
     // Inside a segment R is a forward pass once more: it chooses experts again, from the same bits.
     if (!remakes_output(p, model, l)) return;
-    x.write({Kind::STREAM, l + 1, m});
+    x.write({STREAM, l + 1, m});
     if (routes)
-        for (Kind k : {Kind::KEPT_B, Kind::KEPT_W})
+        for (Kind k : {KEPT_B, KEPT_W})
             x.write({k, l, m});
 }
 
@@ -142,8 +143,7 @@ inline void access_weights(Access& x, const Plan& p, const Model& model, const A
         bool multiplies = input_half || model.buckets[b].role == Role::ADAPTER;
         if (multiplies && l > 0)
             x.read({weight_kind(p.layout, model, b), b});
-        if (!weight_half || !model.buckets[b].trainable)
-            continue;
+        if (!weight_half || !model.buckets[b].trainable) continue;
         Data grad = {gradient_kind(p.layout, model, b, l), b};
         a.first ? x.write(grad) : x.change(grad);
     }
@@ -152,27 +152,27 @@ inline void access_weights(Access& x, const Plan& p, const Model& model, const A
 // I and W are the two halves of a backward pass; B runs both at once. The gradients that one half
 // of a B makes for the other are then written, and no other action reads them.
 inline void access_backward(Access& x, const Plan& p, const Model& model, const Action& a) {
+    using enum Kind;
     int m = a.micro, l = a.layer;
     bool input_half = a.op != Op::W;
-    x.read({Kind::TOKENS, -1, m});
-    x.write({Kind::SCRATCH, l});
+    x.read({TOKENS, -1, m});
+    x.write({SCRATCH, l});
     access_streams(x, model, a);
     access_weights(x, p, model, a);
 
     // Read the block's activations, and hand gradients from the input half to the weight half.
     if (!model.is_block(l)) return;
-    x.read({Kind::CONSTANTS});
+    x.read({CONSTANTS});
     access_fp8(x, p, model);
     bool redone = p.recompute.of(l) != Recompute::NONE;
-    if (input_half) x.read({Kind::KEPT_B, l, m});
+    if (input_half) x.read({KEPT_B, l, m});
     if (input_half && redone)
-        x.read({Kind::REDO_B, l, m});
-    x.read({Kind::KEPT_W, l, m});
-    if (redone) x.read({Kind::REDO_W, l, m});
-    if (!input_half)
-        return x.read({Kind::GRADIENT_W, l, m});
-    x.write({Kind::GRADIENT_B, l, m});
-    x.write({Kind::GRADIENT_W, l, m});
+        x.read({REDO_B, l, m});
+    x.read({KEPT_W, l, m});
+    if (redone) x.read({REDO_W, l, m});
+    if (!input_half) return x.read({GRADIENT_W, l, m});
+    x.write({GRADIENT_B, l, m});
+    x.write({GRADIENT_W, l, m});
 }
 
 // REDUCE sums in place. Where it runs after each micro-batch, it then adds this rank's part of the
@@ -180,8 +180,7 @@ inline void access_backward(Access& x, const Plan& p, const Model& model, const 
 inline void access_reduce(Access& x, const Plan& p, const Model& model, const Action& a) {
     Data grad = {summed_kind(p.layout), a.bucket};
     if (p.gradients != Gradients::FLOAT) x.write({Kind::SENT, a.bucket});
-    if (!reduced_each(p.layout, model, a.bucket))
-        return x.change(grad);
+    if (!reduced_each(p.layout, model, a.bucket)) return x.change(grad);
     x.change({Kind::PARTIAL, a.bucket});
     a.first ? x.write(grad) : x.change(grad);
 }
@@ -232,8 +231,7 @@ inline void access_update(Access& x, const Plan& p, const Action& a) {
     x.read({Kind::SCALE});
     // Update in place the data that lie where the update runs; the others come in STAGED.
     for (Data d : update_data(p, staged_of(a))) {
-        if (tier_of(p, d) != p.offload.update)
-            continue;
+        if (tier_of(p, d) != p.offload.update) continue;
         Data home = home_of(p, d);
         bool reads = d.kind == Kind::GRAD && a.op == Op::UPDATE;
         reads ? x.read(home) : x.change(home);
@@ -257,61 +255,63 @@ inline void access_move(Access& x, const Plan& p, const Model& model, const Acti
 
 // The data that one action reads and writes.
 inline Access access(const Plan& p, const Model& model, const Action& a) {
+    using enum Op;
+    using enum Kind;
     Access x;
     x.reads.reserve(16); // most actions have fewer
-    if (reads_embedding(model, a)) x.read({Kind::STREAM, 1, a.micro});
-    if (adds_to_embedding(model, a)) x.write({Kind::DSTREAM, 1, a.micro});
-    if (adds_to_embedding(model, a, false)) x.read({Kind::DSTREAM, 1, a.micro});
+    if (reads_embedding(model, a)) x.read({STREAM, 1, a.micro});
+    if (adds_to_embedding(model, a)) x.write({DSTREAM, 1, a.micro});
+    if (adds_to_embedding(model, a, false)) x.read({DSTREAM, 1, a.micro});
     switch (a.op) {
     // The input of all micro-batches at once, and the count of their targets.
-    case Op::LOAD:
+    case LOAD:
         for (int m = 0; m < p.micro_batches; m++)
-            x.write({Kind::TOKENS, -1, m});
-        x.write({Kind::VALID});
-        if (counts_loads(p, model)) x.write({Kind::LOADS});
+            x.write({TOKENS, -1, m});
+        x.write({VALID});
+        if (counts_loads(p, model)) x.write({LOADS});
         break;
-    case Op::COUNT:
-        x.change({Kind::VALID});
-        if (p.mode == Mode::TRAIN) x.change({Kind::SCALE});
+    case COUNT:
+        x.change({VALID});
+        if (p.mode == Mode::TRAIN) x.change({SCALE});
         access_maxima(x, p, model);
         break;
 
     // Collectives: between stages, and between the shards of a bucket.
-    case Op::SENDRECV:
+    case SENDRECV:
         for (const Transfer& t : a.transfers) {
             Data d = data_of(p.layout, model, t);
             t.send ? x.read(d) : x.write(d);
         }
         break;
-    case Op::GATHER:
-        x.read({p.layout.offload.weights ? Kind::STAGED : Kind::WEIGHT, a.bucket});
-        x.write({Kind::GATHERED, a.bucket});
+    case GATHER:
+        x.read({p.layout.offload.weights ? STAGED : WEIGHT, a.bucket});
+        x.write({GATHERED, a.bucket});
         if (!gathers_codes(p, model, a.bucket)) break;
-        x.read({Kind::MAXIMA});
-        x.write({Kind::CODES, a.bucket});
+        x.read({MAXIMA});
+        x.write({CODES, a.bucket});
         break;
-    case Op::RELEASE: break; // only marks the place after the last reader
+    case RELEASE: break; // only marks the place after the last reader
 
     // Layers.
-    case Op::F: access_forward(x, p, model, a); break;
-    case Op::R: access_recompute(x, p, model, a); break;
-    case Op::B:
-    case Op::I:
-    case Op::W: access_backward(x, p, model, a); break;
+    case F: access_forward(x, p, model, a); break;
+    case R: access_recompute(x, p, model, a); break;
+    case B:
+    case I:
+    case W: access_backward(x, p, model, a); break;
 
     // The end of the step.
-    case Op::REDUCE: access_reduce(x, p, model, a); break;
-    case Op::TIE: access_tie(x, p, model, a); break;
-    case Op::SQUARE:
-        x.read({Kind::GRAD_HERE, a.bucket});
-        x.write({Kind::SQUARES, a.bucket});
+    case REDUCE: access_reduce(x, p, model, a); break;
+    case TIE: access_tie(x, p, model, a); break;
+    case SQUARE:
+        x.read({GRAD_HERE, a.bucket});
+        x.write({SQUARES, a.bucket});
         break;
-    case Op::NORM: access_norm(x, p, model); break;
-    case Op::MUON: a.chunk < 0 ? access_muon(x, p, model) : access_update(x, p, a); break;
-    case Op::UPDATE: access_update(x, p, a); break;
-    case Op::FETCH:
-    case Op::PARK: access_move(x, p, model, a); break;
-    case Op::PUBLISH: x.change({Kind::WEIGHT, a.bucket}); break;
+    case NORM: access_norm(x, p, model); break;
+    case MUON: a.chunk < 0 ? access_muon(x, p, model) : access_update(x, p, a); break;
+    case UPDATE: access_update(x, p, a); break;
+    case FETCH:
+    case PARK: access_move(x, p, model, a); break;
+    case PUBLISH: x.change({WEIGHT, a.bucket}); break;
     }
     return x;
 }

@@ -163,8 +163,7 @@ inline Kind activation_group(Keep keep, Last last, Recompute level) {
     bool w = last == Last::W;
     if (keep == Keep::GRADIENT)
         return w ? Kind::GRADIENT_W : Kind::GRADIENT_B;
-    if (recomputed(keep, level))
-        return w ? Kind::REDO_W : Kind::REDO_B;
+    if (recomputed(keep, level)) return w ? Kind::REDO_W : Kind::REDO_B;
     return w ? Kind::KEPT_W : Kind::KEPT_B;
 }
 
@@ -230,8 +229,7 @@ struct Plan : PlanOptions {
     // Generation runs one prompt of T rows, or several with PROMPT_ROWS rows together, or the last
     // `scored` rows of each of B sequences.
     size_t rows() const {
-        if (mode != Mode::GENERATE)
-            return B * T / size_t(layout.cp.size);
+        if (mode != Mode::GENERATE) return B * T / size_t(layout.cp.size);
         return std::max({B * scored, T, std::min(B * T, PROMPT_ROWS)});
     }
 
@@ -262,8 +260,7 @@ typedef std::map<int, std::vector<Action>> Insertions;
 
 // Insert actions before and behind compute actions.
 inline Plan add_around(Plan in, const Insertions& before, const Insertions& behind) {
-    if (before.empty() && behind.empty())
-        return in;
+    if (before.empty() && behind.empty()) return in;
     Plan p = in.without_actions();
     auto append = [&](const Insertions& all, int place) {
         auto found = all.find(place);

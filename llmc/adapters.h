@@ -116,8 +116,7 @@ inline void add_adapters(Model& m, const std::string& number) {
         // A matrix points at its first adapter; those of further sets follow in the sets' order.
         for (auto& [prefix, adapters] : sets) {
             auto found = adapters->find(module);
-            if (found == adapters->end())
-                continue;
+            if (found == adapters->end()) continue;
             if (m.buckets.back().role != Role::ADAPTER) // a block without adapters has no bucket
                 add_bucket(m, "adapter." + number + whose, Role::ADAPTER, block.layers,
                            block.group);
@@ -164,8 +163,7 @@ inline std::vector<size_t> ranks_of(const Model& m, const Parameter& w) {
 inline size_t largest_rank(const Model& m, int layer, bool experts = false) {
     size_t most = 0;
     for (const Parameter& p : m.parameters) {
-        if (p.layer != layer || (p.stack > 1) != experts)
-            continue;
+        if (p.layer != layer || (p.stack > 1) != experts) continue;
         for (size_t rank : ranks_of(m, p))
             most = std::max(most, rank);
     }

@@ -300,8 +300,7 @@ inline const Place* arena_find(const Arena& arena, int plan, int at, Data d) {
 
     // Find the life that includes this action. A datum may have several in a plan, one at a time.
     auto it = arena.passing[plan].find(d);
-    if (it == arena.passing[plan].end())
-        return nullptr;
+    if (it == arena.passing[plan].end()) return nullptr;
     for (const Place& life : it->second)
         if (life.first <= at && at <= life.last && life.bytes)
             return &life;

@@ -110,8 +110,7 @@ void* attention_scratch(const AttentionDims& d, Blas& blas, auto stream) {
     return blas.scratch;
 }
 template <typename T, typename O, typename S>
-void attention_forward(O* out, acc_t<T>* lse, const AttentionOperands<T>& x, Blas& blas,
-                       S stream) {
+void attention_forward(O* out, acc_t<T>* lse, const AttentionOperands<T>& x, Blas& blas, S stream) {
     attention_forward(out, lse, x, attention_scratch<T>(x.d, blas, stream), stream);
 }
 template <typename T, typename Q, typename K, typename S>
@@ -135,9 +134,8 @@ RopeHeads<T> turning(const Ctx<S>& ctx, RopeHeads<T> x) { // (B,T,heads,HS)
 template <typename T, typename S>
 void rotate_forward(const Ctx<S>& ctx, RopeHeads<T> q, RopeHeads<T> k = {}) {
     if (!ctx.rope) return;
-    rope_forward(turning(ctx, q), turning(ctx, k), ctx.batch.positions,
-                 (const acc_t<T>*)ctx.rope, ctx.batch.rows(),
-                 rotary_channels(ctx.shape, ctx.shape.HS), ctx.where);
+    rope_forward(turning(ctx, q), turning(ctx, k), ctx.batch.positions, (const acc_t<T>*)ctx.rope,
+                 ctx.batch.rows(), rotary_channels(ctx.shape, ctx.shape.HS), ctx.where);
 }
 template <typename T, typename S>
 void rotate_backward(const Ctx<S>& ctx, RopeHeads<T> dq, RopeHeads<T> dk = {}) {
@@ -175,8 +173,7 @@ template <typename T> struct Qkv {
 // ----------------------------------------------------------------------------
 // scratch
 
-// The buffers of a layer.
-// A row of keys holds one token's key and its value, of all key/value heads.
+// The buffers of a layer. A row of keys holds a token's key and value, of all key/value heads.
 template <typename T> struct RingRooms {
     // Both ways.
     T* keys = nullptr;        // (N,2,KV) attended now, while they are sent to the next rank
@@ -271,8 +268,7 @@ void pack_keys(Ctx<S>& ctx, T* keys, const Qkv<T>& x) { // keys (N,2,KV)
     copy_rows(values, 2 * bytes, x.v, from, bytes, N, ctx.where);
 }
 
-// Return attention's operands: this rank's queries, and the keys that have arrived
-// after `step` hops.
+// Attention's operands: this rank's queries, and the keys that have arrived after `step` hops.
 template <typename T, typename S>
 AttentionOperands<T> ring_operands(const Ctx<S>& ctx, const T* q, size_t q_stride, const T* keys,
                                    int step) {
@@ -359,8 +355,7 @@ void ring_backward(Ctx<S>& ctx, const Qkv<T>& dx, const T* dout, const T* out, /
             add_message(hop, ctx.cp, room.leaving, room.arriving, bytes);
         start_hop(ctx, hop);
 
-        // 2. Compute gradients for the keys at hand. dq adds up over the steps; dk and dv belong
-        // to this step.
+        // 2. Make gradients for the keys at hand. dq adds up over steps; dk, dv are this step's.
         AttentionOperands<T> operands = ring_operands(ctx, room.rows, Q, room.keys, step);
         operands.dout = dout;
         operands.accumulate = true;
@@ -830,8 +825,7 @@ void clear_sinks(const Ctx<S>& ctx, const Sinks<T>& sinks) {
     device_zero(sinks.sums, bytes, ctx.where);
 }
 
-// Return these parts: this rank's share of the heads, and the rows of all ranks
-// that exchange heads.
+// Return this rank's share of the heads, and the rows of all ranks that exchange heads.
 template <typename T, typename S>
 SharedHeads share_heads(Ctx<S>& ctx, const HeadRooms& room) {
     SharedHeads h = {share_of_heads(ctx.shape, room.ranks), ctx.batch, ctx.context.keys,

@@ -255,8 +255,7 @@ void return_tokens(Ctx<S>& ctx, T* out, T* partial, const int* ids) { // (N,C) (
 // Return the share of gather's rows that is sent when loads are even.
 inline double exchanged_share(const Shape& s, size_t ranks) {
     const ExpertShape& e = s.experts;
-    // Multiply the chances that each of a token's K experts,
-    // drawn one after the other, lies elsewhere.
+    // Multiply the chances that each of a token's K experts, drawn in turn, lies elsewhere.
     double none = 1;
     double others = double(e.E - e.E / ranks);
     for (size_t i = 0; i < e.K; i++)
@@ -370,8 +369,7 @@ void gather_choices(Ctx<S>& ctx, int* ids, A* gates) { // (ep,N,K) each
     });
 }
 
-// Sum the gates' gradients in place:
-// the rank of a slot's expert has its gradient, other ranks have zero.
+// Sum the gates' gradients in place: the rank of a slot's expert has its gradient, others 0.
 template <typename A, typename S>
 void sum_gates(Ctx<S>& ctx, A* dgates) { // (ep,N,K) {+ep}
     size_t n = routed_rows(ctx) * ctx.shape.experts.K;

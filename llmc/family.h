@@ -250,7 +250,6 @@ inline Shape smollm3_3b() {
     return s;
 }
 
-
 // OLMo-2 normalises the outputs of its branches instead of the inputs.
 inline Shape olmo2_7b() {
     Shape s = llama_shape(32, 32, 32, 4096, 11008, 100352, 4096, 500000);
@@ -368,8 +367,7 @@ inline Shape deepseek_shape(const char* type, Shape s, LatentSizes d, size_t W) 
     return s;
 }
 
-// Add experts after the first `dense` blocks: E experts of F channels, and `shared` ones
-// for every token.
+// Experts after the first `dense` blocks: E experts of F channels, `shared` ones for every token.
 inline Shape with_experts(Shape s, size_t dense, size_t E, size_t K, size_t F, size_t shared) {
     s.experts.dense_first = dense;
     s.experts.E = E;

@@ -268,12 +268,10 @@ void head_objective(Ctx<S>& ctx, const HeadActs<T>& a) {
     objective(rows, ctx.shape.loss.objective, N, ctx.where);
 }
 
-// Return the coefficients of rows, which take a walk of their own; null if each row's loss counts
-// as it is.
+// Coefficients of rows, which take a walk of their own; null if each row's loss counts as it is.
 template <typename T, typename S>
 const acc_t<T>* row_coefficients(Ctx<S>& ctx, const HeadActs<T>& a, const LmHead& lm_head) { // (N)
-    // Drop each chunk's logits, and make them again for the gradients: all at once would take
-    // N V elements.
+    // Drop each chunk's logits, and make them again for the gradients: all would take N V elements.
     if (!ctx.shape.loss.objective.rows()) return nullptr;
     size_t N = ctx.batch.rows();
     size_t chunk = head_chunk_rows(ctx.shape, N, sizeof(T));
@@ -351,8 +349,7 @@ void head_chunk_distill(Ctx<S>& ctx, const HeadActs<T>& a, GradientScale scale, 
     distill_backward(x, d, scale, ctx.where);
 }
 
-// Train: make the loss, this rank's rows of a.dnorm, and the weight's gradient.
-// `scale` points to one number.
+// Train: make the loss, this rank's rows of a.dnorm, the weight's gradient. scale: one number.
 template <typename T, typename S>
 void head_loss_backward(Ctx<S>& ctx, LossSums* loss, const HeadActs<T>& a, const LmHead& lm_head,
                         const double* scale, bool accumulate) {

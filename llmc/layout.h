@@ -220,8 +220,7 @@ inline Axis update_axis(const Layout& layout, Group group) {
 //   ep        the ranks that share out each block's experts; edp: those that hold the same ones
 //   Each collective returns on its first line in a group of one, so the same code runs on one rank.
 
-// The groups of a bucket. Without hybrid sharding, `shard` is the whole group and
-// `replica` one rank.
+// The groups of a bucket. Without hybrid sharding `shard` is the group and `replica` one rank.
 struct DataComms {
     Comm shard, replica;
 };
@@ -234,8 +233,7 @@ struct Comms {
     const DataComms& data(Group group) const { return of_group[int(group)]; }
     DataComms& data(Group group) { return of_group[int(group)]; }
 
-    // Return the table of what buffers hold along each axis; null unless the run
-    // checks it (placement.h).
+    // Return what buffers hold along each axis; null unless the run checks it (placement.h).
     auto* placements() const { return world.info ? world.info->placements : nullptr; }
 };
 

@@ -76,8 +76,7 @@ std::vector<int64_t> sum_of_loads(const Trainer<T, S>& t, size_t table) { // (L,
 // The loads (L,E) of the step that is over; none where a model has no experts.
 template <typename T, typename S>
 std::vector<int64_t> step_loads(const Trainer<T, S>& t) {
-    if (!counts_loads(t.plans[t.plan], t.model))
-        return {};
+    if (!counts_loads(t.plans[t.plan], t.model)) return {};
     return sum_of_loads(t, 0);
 }
 
@@ -268,8 +267,7 @@ void prepare_batch(Trainer<T, S>& t, int plan, uint64_t cursor) {
     const Plan& p = t.plans[plan];
 
     // Wait with KTO: its reference point depends on weights that this step still changes.
-    if (!next.staging || p.objective.kind == LossKind::KTO)
-        return;
+    if (!next.staging || p.objective.kind == LossKind::KTO) return;
     next = {plan, cursor, next.staging};
     for (int m = 0; m < p.micro_batches && next.wrong.empty(); m++) {
         int* batch = next.staging + m * p.input_numbers();
@@ -316,8 +314,7 @@ void run_count(Trainer<T, S>& t) {
     typedef acc_t<T> A;
     all_reduce_sum(t.comms.samples, &t.data.valid, 1, Cpu{});
     share_maxima(t);
-    if (t.plans[t.plan].mode != Mode::TRAIN)
-        return;
+    if (t.plans[t.plan].mode != Mode::TRAIN) return;
 
     // Copy from staging memory: the copy may still be under way when this returns.
     StepNumbers* home = &address<StepScale>(t, {Kind::SCALE})->given;

@@ -529,8 +529,7 @@ inline PieceRuns piece_runs(const Parameter& p, int tp_rank, int tp) {
     size_t first = range * size_t(p.experts.rank);
 
     // A parameter that no tensor-parallel rank cuts is one run.
-    if (pieces == 1)
-        return {first, range, 0};
+    if (pieces == 1) return {first, range, 0};
 
     // A cut along the second axis divides each row; along the first axis it divides each part.
     size_t inner = p.shard.axis == 0 ? p.cols() : 1;

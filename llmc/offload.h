@@ -104,18 +104,19 @@ inline Layout with_tiers(Layout layout, const Offload& offload) {
 
 // Offloading a datum is a row here.
 inline Tier tier_of(const Plan& p, Data d) {
+    using enum Kind;
     switch (d.kind) {
-    case Kind::WEIGHT: return p.offload.weights;
-    case Kind::MASTER:
-    case Kind::STATE:
-    case Kind::EMA: return p.offload.optimizer;
-    case Kind::GRAD:
-    case Kind::GRAD_TIED: return p.offload.gradients;
+    case WEIGHT: return p.offload.weights;
+    case MASTER:
+    case STATE:
+    case EMA: return p.offload.optimizer;
+    case GRAD:
+    case GRAD_TIED: return p.offload.gradients;
     // A chunk is staged where its update runs; a shard of weights, where it is gathered.
-    case Kind::STAGED: return d.chunk >= 0 ? p.offload.update : Tier::DEVICE;
-    case Kind::MOMENTUM: return p.offload.update;
+    case STAGED: return d.chunk >= 0 ? p.offload.update : Tier::DEVICE;
+    case MOMENTUM: return p.offload.update;
     // Layers know parked data under their own kinds, when FETCH has brought them.
-    case Kind::PARKED:
+    case PARKED:
         return of_bucket(Kind(d.chunk)) ? p.offload.gradients : p.offload.activations;
     default: return Tier::DEVICE;
     }
@@ -387,8 +388,7 @@ inline int place_to_park(const Plan& in, const GradientUses& uses, const Gradien
 // sums its squares, and the gradient goes to where UPDATE finds it in chunks.
 template <typename F>
 Plan add_gradient_moves(Plan in, const Model& model, F access) {
-    if (!in.layout.offload.gradients || in.mode != Mode::TRAIN)
-        return in;
+    if (!in.layout.offload.gradients || in.mode != Mode::TRAIN) return in;
 
     // Decide what to insert ahead of each place; the one past the last action comes at the end.
     size_t end = in.actions.size();
@@ -681,8 +681,7 @@ void for_each_block(size_t offset, size_t bytes, F f) {
     }
 }
 
-// Move one part of a block; the rest of the block keeps its bytes. ready() waits until
-// the copy may begin.
+// Move one part of a block; its other bytes stay. ready() waits until the copy may begin.
 template <typename S, typename F>
 std::string move_part(Disk& d, Way way, unsigned char* memory, BlockPart part, DiskLane<S>& lane,
                       F ready) {

@@ -188,8 +188,7 @@ auto put_into(Trainer<T, S>& t, int bucket) {
         size_t end = at + values.size() * sizeof(values[0]);
         size_t from = std::max(at, kept.first);
         size_t to = std::min(end, kept.first + kept.count);
-        if (from >= to)
-            return;
+        if (from >= to) return;
 
         // Count bytes: a format's codes and scales have different types.
         auto* bytes = reinterpret_cast<const unsigned char*>(values.data());
@@ -415,8 +414,9 @@ void init_weights(Trainer<T, S>& t, uint64_t seed, bool adapters_alone = false) 
 template <typename T, typename S>
 void read_numbers(const Trainer<T, S>& t, acc_t<T>* values, Data d, const Parameter& p,
                   KeptRange range) {
+    using enum Kind;
     // Read moments in bf16.
-    if (d.kind == Kind::STATE && t.plans[0].states == States::BF16) {
+    if (d.kind == STATE && t.plans[0].states == States::BF16) {
         std::vector<bf16> narrow(range.count);
         read_kept(t, narrow.data(), d, range.at, range.count);
         for (size_t i = 0; i < range.count; i++)
@@ -425,7 +425,7 @@ void read_numbers(const Trainer<T, S>& t, acc_t<T>* values, Data d, const Parame
     }
 
     // Read moments in 8 bits, row by row.
-    if (d.kind == Kind::STATE && t.plans[0].states == States::EIGHT_BIT) {
+    if (d.kind == STATE && t.plans[0].states == States::EIGHT_BIT) {
         for_each_state_row(t, d, p, range, [&](Data part, const TensorRow& row, size_t first) {
             std::vector<unsigned char> bytes(state_bytes(row.n, row.small));
             read_kept(t, bytes.data(), part, row.state, bytes.size());
@@ -444,12 +444,12 @@ void read_numbers(const Trainer<T, S>& t, acc_t<T>* values, Data d, const Parame
         return read_kept(t, values, d, range.at, range.count);
 
     // Read masters and weights of the type of `values` straight into them.
-    bool master = d.kind == Kind::MASTER && t.plans[0].masters == Masters::FLOAT;
+    bool master = d.kind == MASTER && t.plans[0].masters == Masters::FLOAT;
     if constexpr (std::is_same_v<acc_t<T>, float>)
         if (master)
             return read_kept(t, values, d, range.at, range.count);
     if constexpr (std::is_same_v<acc_t<T>, T>)
-        if (d.kind == Kind::WEIGHT)
+        if (d.kind == WEIGHT)
             return read_kept(t, values, d, range.at, range.count);
 
     // Widen float masters, if sums are in double.
@@ -462,20 +462,20 @@ void read_numbers(const Trainer<T, S>& t, acc_t<T>* values, Data d, const Parame
 
     // Join weights and remainders, or take weights as they are. ZeRO-1 and 2 keep whole weights
     // beside a shard of remainders, so the range begins at different places in the two.
-    Data weight = {Kind::WEIGHT, p.bucket};
+    Data weight = {WEIGHT, p.bucket};
     KeptRange of_weight = kept_range(t, weight, p);
     size_t at = of_weight.at + (range.first - of_weight.first);
     std::vector<T> weights(range.count);
-    std::vector<uint16_t> remainders(d.kind == Kind::MASTER ? range.count : 0);
+    std::vector<uint16_t> remainders(d.kind == MASTER ? range.count : 0);
     read_kept(t, weights.data(), weight, at, range.count);
-    if (d.kind == Kind::MASTER)
+    if (d.kind == MASTER)
         read_kept(t, remainders.data(), d, range.at, range.count);
 
     // Only bf16 weights have remainders.
     for (size_t i = 0; i < range.count; i++) {
         values[i] = to_acc(weights[i]);
         if constexpr (type_of<T>() == Type::BF16)
-            if (d.kind == Kind::MASTER)
+            if (d.kind == MASTER)
                 values[i] = join_float({weights[i].bits, remainders[i]});
     }
 }

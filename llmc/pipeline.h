@@ -279,8 +279,7 @@ inline std::vector<Crossing> crossings_of(const std::vector<Schedule>& all, int 
     std::vector<Crossing> made(2 * micros * borders, {-1, -1, -1, -1, {}, {}, 0});
     for (int r = 0; r < pp; r++)
         for (int i = 0; i < int(all[r].size()); i++) {
-            if (all[r][i].op == SlotOp::W)
-                continue;
+            if (all[r][i].op == SlotOp::W) continue;
             Transfer t = made_by(all[r][i]);
             made[number(t)] = {r, i, -1, -1, t, {}};
         }
@@ -289,12 +288,10 @@ inline std::vector<Crossing> crossings_of(const std::vector<Schedule>& all, int 
     std::vector<Crossing> messages;
     for (int r = 0; r < pp; r++)
         for (int i = 0; i < int(all[r].size()); i++) {
-            if (all[r][i].op == SlotOp::W)
-                continue;
+            if (all[r][i].op == SlotOp::W) continue;
             Transfer t = needed_by(all[r][i]);
             const Crossing& maker = made[number(t)];
-            if (maker.from < 0 || maker.from == r)
-                continue;
+            if (maker.from < 0 || maker.from == r) continue;
 
             Crossing m = maker;
             m.to = r;
@@ -569,8 +566,7 @@ inline std::string check_arrivals(const std::vector<ScheduleStep>& steps, int ra
                 return fault(name_of(t), " is received again");
 
         // Check the slot. The pipeline's two ends need nothing from outside.
-        if (!steps[i].has_slot || slot.op == SlotOp::W)
-            continue;
+        if (!steps[i].has_slot || slot.op == SlotOp::W) continue;
         Transfer need = needed_by(slot);
         if (need.stage > 0 && need.stage < stages && !here.count(key_of(need)))
             return fault(name_of(slot), " needs ", name_of(need), ", which comes later or never");
@@ -613,8 +609,7 @@ inline std::string check_slots(const Schedule& mine, int rank, int pp, int chunk
         // The slot must come once, and after the slots that it needs.
         int& state = done[stage / pp][micro];
         int does = op == SlotOp::F ? F : op == SlotOp::I ? I : op == SlotOp::W ? W : I | W;
-        if (state & does)
-            return fault("done before");
+        if (state & does) return fault("done before");
         if (does != F && !(state & F))
             return fault("F must come first");
         if (does == W && !(state & I))

@@ -166,6 +166,7 @@ inline Plan add_recompute(Plan in, const Model& model) {
 // Before: all backward passes. After: tied gradients are added, then reduced; NORM; each trainable
 // bucket of this rank is updated, and published if other ranks need the result.
 inline Plan add_update(Plan p, const Model& model) {
+    using enum Op;
     if (p.mode != Mode::TRAIN) return p;
     std::vector<int> mine;
     for (int b = 0; b < int(model.buckets.size()); b++)
@@ -176,19 +177,19 @@ inline Plan add_update(Plan p, const Model& model) {
     // Tied tables wait for both of their gradients, so add_reduce() left them to this place.
     for (int b : mine) {
         if (!model.buckets[b].tied()) continue;
-        add(Op::TIE, b);
+        add(TIE, b);
         if (is_reduced(p.layout, model, b))
-            add(Op::REDUCE, b);
+            add(REDUCE, b);
     }
 
     // One norm over all gradients decides the clipping, so no update may run before it.
-    add(Op::NORM, -1);
-    if (model.muon) add(Op::MUON, -1);
+    add(NORM, -1);
+    if (model.muon) add(MUON, -1);
 
     for (int b : mine) {
-        add(Op::UPDATE, b);
+        add(UPDATE, b);
         if (is_published(p.layout, model.buckets[b]))
-            add(Op::PUBLISH, b);
+            add(PUBLISH, b);
     }
     return p;
 }

@@ -28,20 +28,21 @@ namespace llmc {
 // Check that no action reads a datum before some action has written it, or after other data may
 // have taken its bytes.
 inline std::string check_data(const Plan& p, const Model& model) {
+    using enum Kind;
     // Walk the plan with the set of data whose bytes hold, at this point, what an action wrote.
     std::set<Data> written;
     for (const Action& a : p.actions) {
         // Forget a released bucket: other data may use its bytes.
         if (a.op == Op::RELEASE) {
-            written.erase({Kind::GATHERED, a.bucket});
-            written.erase({Kind::STAGED, a.bucket});
+            written.erase({GATHERED, a.bucket});
+            written.erase({STAGED, a.bucket});
         }
         Access x = access(p, model, a);
 
         // A read needs a write before it, unless the datum outlives steps or the caller gives it.
         for (Data d : x.reads) {
-            bool given = p.mode == Mode::GENERATE && d.kind == Kind::TOKENS;
-            bool gradient = d.kind == Kind::GRAD || d.kind == Kind::GRAD_TIED;
+            bool given = p.mode == Mode::GENERATE && d.kind == TOKENS;
+            bool gradient = d.kind == GRAD || d.kind == GRAD_TIED;
             bool lasts = persistent(d.kind) && !gradient; // each step makes new gradients
             if (!lasts && !given && !written.count(d))
                 return action_text(a, model) + " reads " + data_text(d, model) +
@@ -56,22 +57,22 @@ inline std::string check_data(const Plan& p, const Model& model) {
         // Forget the copy that a fetch has read: it must be parked again before the next fetch.
         if (a.op == Op::FETCH)
             for (Data d : tiered_data(p, model, a))
-                if (d.kind == Kind::PARKED)
+                if (d.kind == PARKED)
                     written.erase(d);
 
         // Refuse a write after SQUARE: the norm of a gradient that is not whole clips too little.
         for (Data d : x.writes)
-            if (d.kind == Kind::GRAD_HERE && written.count({Kind::SQUARES, d.of}))
+            if (d.kind == GRAD_HERE && written.count({SQUARES, d.of}))
                 return action_text(a, model) + " adds to a gradient after its SQUARE";
 
         // Forget an input that its segment does not keep.
         if (a.op == Op::F && place_in_segment(p, model, a.layer) > 0)
-            written.erase({Kind::STREAM, a.layer, a.micro});
+            written.erase({STREAM, a.layer, a.micro});
 
         // Note the writes, except for the activations that F drops because R makes them again.
         bool dropped = a.op == Op::F && p.recompute.of(a.layer) != Recompute::NONE;
         for (Data d : x.writes) {
-            bool redone = d.kind == Kind::REDO_B || d.kind == Kind::REDO_W;
+            bool redone = d.kind == REDO_B || d.kind == REDO_W;
             if (!(redone && dropped))
                 written.insert(d);
         }
@@ -150,14 +151,15 @@ struct BucketUses {
 // publications come after their update. Counts the actions into `uses`.
 inline std::string check_end_order(const Plan& p, const Model& model,
                                    std::vector<BucketUses>& uses) {
+    using enum Op;
     // Walk the plan once, and remember whether COUNT and NORM have run.
     bool counted = false, norm = false, muon = false;
     for (const Action& a : p.actions) {
         std::string text = action_text(a, model);
         bool weights = reaches_weights(a.op);
-        if (a.op == Op::B && !counted)
+        if (a.op == B && !counted)
             return text + " needs the count of valid targets, and COUNT has not run";
-        if (norm && (weights || a.op == Op::TIE || a.op == Op::REDUCE))
+        if (norm && (weights || a.op == TIE || a.op == REDUCE))
             return text + " comes after NORM";
 
         // Refuse a layer that adds to a gradient which is summed over ranks already.
@@ -170,36 +172,36 @@ inline std::string check_end_order(const Plan& p, const Model& model,
         BucketUses& bucket = a.bucket >= 0 ? uses[a.bucket] : none;
         int of = a.kind == Kind::MOMENTUM;
         switch (a.op) {
-        case Op::COUNT: counted = true; break;
-        case Op::NORM: norm = true; break;
-        case Op::REDUCE: bucket.reductions++; break;
+        case COUNT: counted = true; break;
+        case NORM: norm = true; break;
+        case REDUCE: bucket.reductions++; break;
 
         // A tied gradient must be whole before other ranks add it to theirs.
-        case Op::TIE:
+        case TIE:
             bucket.ties++;
             if (bucket.reductions) return text + " comes after its REDUCE";
             break;
 
         // Updates need the norm, those of momentum come before MUON and the others after it.
         // Publications need the weights that an update has written.
-        case Op::MUON:
-        case Op::UPDATE:
+        case MUON:
+        case UPDATE:
             if (!norm) return text + " comes before NORM";
-            if (a.op == Op::MUON && muon) return text + " comes after MUON";
-            if (a.op == Op::UPDATE && model.muon && !muon) return text + " comes before MUON";
+            if (a.op == MUON && muon) return text + " comes after MUON";
+            if (a.op == UPDATE && model.muon && !muon) return text + " comes before MUON";
             if (bucket.updates[of]++ != std::max(a.chunk, 0))
                 return text + " is out of order";
-            muon |= a.op == Op::MUON && a.chunk < 0;
+            muon |= a.op == MUON && a.chunk < 0;
             break;
 
         // State comes before its chunk's update, and leaves right after it.
-        case Op::FETCH: bucket.fetches[of] += a.chunk >= 0; break;
-        case Op::PARK:
+        case FETCH: bucket.fetches[of] += a.chunk >= 0; break;
+        case PARK:
             if (a.chunk >= 0 && bucket.updates[of] != a.chunk + 1)
                 return text + " does not follow its UPDATE";
             bucket.parks[of] += a.chunk >= 0;
             break;
-        case Op::PUBLISH:
+        case PUBLISH:
             if (!bucket.updates[0]) return text + " comes before its UPDATE";
             bucket.publications++;
             break;

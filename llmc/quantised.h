@@ -135,8 +135,7 @@ Narrow bind_narrow(Stored stored, const Model& m, const Layout& layout, const Pa
     StoredPlace place = stored_place<T>(stored, m, p.bucket, &p);
     Narrow narrow;
     narrow.values = base + place.codes;
-    if (!is_narrow(stored, m, p))
-        return narrow;
+    if (!is_narrow(stored, m, p)) return narrow;
     if (stored != Stored::NF4) {
         narrow.absmax = reinterpret_cast<const float*>(base + place.absmax);
         if (stored == Stored::INT8)
@@ -152,8 +151,7 @@ Narrow bind_narrow(Stored stored, const Model& m, const Layout& layout, const Pa
     nf4.codes = base + place.codes;
     nf4.absmax = base + place.absmax;
     nf4.table = reinterpret_cast<const float*>(base + place.table);
-    if (p.pieces == 1)
-        return narrow;
+    if (p.pieces == 1) return narrow;
     PieceRuns runs = piece_runs(p, layout.tp.rank, layout.tp.size);
     nf4.run = runs.run / NF4_BLOCK;
     nf4.part = (runs.run + runs.gap) / NF4_BLOCK;
@@ -185,13 +183,11 @@ template <typename T, typename S>
 void bind_gathered(Trainer<T, S>& t, int bucket) {
     Stored stored = t.plans[t.plan].stored;
     bool cut = is_sharded(t.layout, t.model, {Kind::WEIGHT, bucket});
-    if (!cut || !is_narrow(stored, t.model, bucket))
-        return;
+    if (!cut || !is_narrow(stored, t.model, bucket)) return;
     auto* base = address<unsigned char>(t, {Kind::GATHERED, bucket});
     const Bucket& b = t.model.buckets[bucket];
     for (int i = b.first; i < b.first + b.count; i++) {
-        t.stored.narrow[i] = bind_narrow<T>(stored, t.model, t.layout,
-                                              t.model.parameters[i], base);
+        t.stored.narrow[i] = bind_narrow<T>(stored, t.model, t.layout, t.model.parameters[i], base);
     }
 }
 
@@ -237,8 +233,7 @@ inline StoredMatrix make_nf4(const std::vector<float>& whole) {
 
 // Quantise a whole parameter to any of the formats. Those of int8 and int4 end with their row.
 inline StoredMatrix make_matrix(Stored stored, const std::vector<float>& whole, size_t rows) {
-    if (stored == Stored::NF4)
-        return make_nf4(whole);
+    if (stored == Stored::NF4) return make_nf4(whole);
     size_t cols = whole.size() / rows;
     StoredMatrix m = {stored, std::vector<uint8_t>(ceil_div(whole.size(), codes_of_byte(stored))),
                       {}, std::vector<float>(rows * scales_of_row(stored, cols)),

@@ -105,8 +105,7 @@ inline bool adds_to_embedding(const Model& m, const Action& a, bool begins = tru
 // The place of a block in its segment: 0 is the first one, whose input is kept.
 inline int place_in_segment(const Plan& p, const Model& model, int layer) {
     int size = p.recompute.segment(layer);
-    if (size == 1 || p.mode != Mode::TRAIN)
-        return 0;
+    if (size == 1 || p.mode != Mode::TRAIN) return 0;
 
     // A block that is not FULL, and the two ends of the model, stand in no segment.
     auto full = [&](int l) {

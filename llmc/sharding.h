@@ -68,8 +68,7 @@ inline Shape rank_shape(const Plan& p, const Model& model) {
 inline bool reduced_each(const Layout& layout, const Model& model, int bucket) {
     int ranks = std::max(update_axis(layout, Group::DATA).size,
                          update_axis(layout, Group::EXPERTS).size);
-    if (layout.zero < 2 || ranks == 1)
-        return false;
+    if (layout.zero < 2 || ranks == 1) return false;
     for (int l : model.buckets[bucket].layers)
         for (int other : buckets_of(model, l))
             if (model.buckets[other].tied()) return false;
@@ -109,8 +108,7 @@ inline Axis cut_axis(const Layout& layout, const Model& model, Data d) {
 // more: 1 the optimizer's, 2 the gradient, 3 the weights. Offloaded weights come for each use
 // whatever the level is, so every level shards them.
 inline bool is_sharded(const Layout& layout, const Model& model, Data d) {
-    if (cut_axis(layout, model, d).size == 1)
-        return false;
+    if (cut_axis(layout, model, d).size == 1) return false;
     switch (d.kind) {
     case Kind::WEIGHT: return layout.zero == 3 || (layout.zero && layout.offload.weights);
     case Kind::MASTER:
@@ -145,8 +143,7 @@ inline Range updated_range(const Layout& layout, const Model& model, int bucket)
     const Bucket& b = model.buckets[bucket];
     bool sharded = is_sharded(layout, model, {Kind::MASTER, bucket});
     size_t part = update_elements(layout, b);
-    if (!sharded)
-        return {0, whole_elements(layout, b), false};
+    if (!sharded) return {0, whole_elements(layout, b), false};
     return {part * size_t(update_axis(layout, b.group).rank), part, true};
 }
 
@@ -242,8 +239,7 @@ inline bool sends_codes(const Plan& p, const Model& m, int bucket) {
 
     // Look at the bucket. Experts have products of other kinds.
     bool block = m.buckets[bucket].role == Role::BLOCK;
-    if (!block || m.shape.experts.E > 0)
-        return false;
+    if (!block || m.shape.experts.E > 0) return false;
     bool cut = is_sharded(p.layout, m, {Kind::WEIGHT, bucket});
     return cut && !p.layout.offload.weights;
 }
@@ -276,18 +272,16 @@ inline float learning_rate_of(const Model& m, const Parameter& p) {
 
 // The group of a parameter that may have a rate of its own. Positions count as a table.
 inline MuonGroup muon_group(const Model& m, const Parameter& p) {
+    using enum MuonGroup;
     Role role = m.buckets[p.bucket].role;
-    if (is_muon_matrix(m, p)) return MuonGroup::MATRIX;
-    if (p.is_value_table())
-        return MuonGroup::VALUES;
-    if (p.name.ends_with("resid_lambda"))
-        return MuonGroup::RESID;
-    if (p.name.ends_with("x0_lambda"))
-        return MuonGroup::X0;
-    if (p.shape.size() == 1) return MuonGroup::VECTOR;
-    if (role == Role::HEAD) return MuonGroup::HEAD;
+    if (is_muon_matrix(m, p)) return MATRIX;
+    if (p.is_value_table()) return VALUES;
+    if (p.name.ends_with("resid_lambda")) return RESID;
+    if (p.name.ends_with("x0_lambda")) return X0;
+    if (p.shape.size() == 1) return VECTOR;
+    if (role == Role::HEAD) return HEAD;
     bool table = role == Role::TOKENS || role == Role::POSITIONS;
-    return table ? MuonGroup::TABLE : MuonGroup::VECTOR;
+    return table ? TABLE : VECTOR;
 }
 
 // Rows of second moments start at multiples of so many elements.

@@ -182,6 +182,7 @@ size_t context_plan_bytes(const Plan& p, const Model& model) {
 // The scratch table of a layer. Layer -1 stands for NORM.
 template <typename T, typename S>
 ScratchTable scratch_table(const Plan& p, const Model& model, int layer, S where) {
+    using enum ScratchKind;
     const Shape s = layer_shape(rank_shape(p, model), layer);
     size_t N = p.rows(), all_rows = s.rank.rows > 1 ? N * s.C * sizeof(T) : 0;
 
@@ -189,7 +190,7 @@ ScratchTable scratch_table(const Plan& p, const Model& model, int layer, S where
     ScratchTable table;
     if (layer < 0) {
         // NORM and MUON run one after the other, but have scratch of their own.
-        table.add(ScratchKind::NORM_SUMS, norm_chunks(model) * sizeof(double));
+        table.add(NORM_SUMS, norm_chunks(model) * sizeof(double));
         // Any rank may be the owner of the largest matrix.
         size_t room = 0, workspace = 0;
         for (const MuonMatrix& m : muon_matrices(p.layout, model)) {
@@ -197,38 +198,38 @@ ScratchTable scratch_table(const Plan& p, const Model& model, int layer, S where
             workspace = std::max(
                 workspace, muon_scratch_bytes<orthogonal_t<T>>(m.rows, m.cols, where));
         }
-        table.add(ScratchKind::WORKSPACE, workspace);
-        table.add(ScratchKind::MUON, room);
+        table.add(WORKSPACE, workspace);
+        table.add(MUON, room);
     } else if (layer == model.head()) {
-        table.add(ScratchKind::WORKSPACE, head_workspace<T>(p, s, where));
-        table.add(ScratchKind::HEAD, head_bytes<T>(p, s));
+        table.add(WORKSPACE, head_workspace<T>(p, s, where));
+        table.add(HEAD, head_bytes<T>(p, s));
     } else {
         size_t workspace = layer == 0 ? embedding_scratch_bytes(N, where)
                                       : block_workspace<T>(p, model, s, layer, where);
-        table.add(ScratchKind::WORKSPACE, workspace);
-        table.add(ScratchKind::ALL_ROWS, all_rows);
+        table.add(WORKSPACE, workspace);
+        table.add(ALL_ROWS, all_rows);
 
         // Experts need rows of slots, and if ranks share out the experts rows of all tokens.
         if (layer > 0 && s.experts.E) {
             ExpertCounts n = expert_counts(s, N);
-            table.add(ScratchKind::SLOT_ROWS, n.rows * s.C * sizeof(T));
+            table.add(SLOT_ROWS, n.rows * s.C * sizeof(T));
             if (s.experts.ranks > 1)
-                table.add(ScratchKind::TOKEN_ROWS, n.tokens * s.C * sizeof(T));
+                table.add(TOKEN_ROWS, n.tokens * s.C * sizeof(T));
             if (p.layout.experts.exchange)
-                table.add(ScratchKind::EXCHANGE_ROWS, 2 * n.tokens * s.C * sizeof(T));
+                table.add(EXCHANGE_ROWS, 2 * n.tokens * s.C * sizeof(T));
         }
 
         // The rest belongs to single techniques: without them a row has 0 bytes.
         if (layer > 0 && s.latent.kv)
-            table.add(ScratchKind::HEADS,
+            table.add(HEADS,
                       latent_rooms(s, N, p.mode, largest_rank(model, layer)) * sizeof(T));
-        table.add(ScratchKind::WIDE, wide_bytes<T>(p.stored, model, layer));
+        table.add(WIDE, wide_bytes<T>(p.stored, model, layer));
         size_t slots = s.experts.E ? expert_counts(s, N).rows : 0;
         size_t room = std::max(N * largest_rank(model, layer),
                                slots * largest_rank(model, layer, true));
-        table.add(ScratchKind::ROOM, room * sizeof(T));
+        table.add(ROOM, room * sizeof(T));
         if (layer > 0)
-            table.add(ScratchKind::CONTEXT, context_bytes<T>(p, s));
+            table.add(CONTEXT, context_bytes<T>(p, s));
     }
     return table;
 }
@@ -271,29 +272,30 @@ inline size_t small_state_bytes(const Plan& p, const Model& model, Data d, size_
 // The bytes of a datum on this rank under a plan. 0: the plan has no such datum.
 template <typename T, typename S>
 size_t data_bytes(const Plan& p, const Model& model, Data d, S where) {
+    using enum Kind;
     typedef acc_t<T> A;
     const Shape s = rank_shape(p, model);
 
     // Count the elements of a bucket's datum. A chunk is a part of what this rank updates.
-    Data kept = d.chunk < 0 ? d : Data{Kind::MASTER, d.of};
+    Data kept = d.chunk < 0 ? d : Data{MASTER, d.of};
     size_t N = p.rows(), elements = of_bucket(d.kind) ? kept_elements(p.layout, model, kept) : 0;
     elements = chunk_elements(p.offload, elements, d.chunk);
 
     // Turn elements into bytes, or look the datum up in its table.
     switch (d.kind) {
     // Weights and masters. A master exists only if weights are narrower than acc.
-    case Kind::WEIGHT:
+    case WEIGHT:
         if (is_narrow(p.stored, model, d.of))
             return stored_range<T>(p.stored, p.layout, model, d.of).count;
         return elements * sizeof(T);
-    case Kind::GATHERED:
+    case GATHERED:
         if (is_narrow(p.stored, model, d.of))
             return gathered_bytes<T>(p.stored, p.layout, model, d.of);
         return elements * sizeof(T);
-    case Kind::MASTER: return sizeof(T) < sizeof(A) ? elements * master_bytes(p.masters) : 0;
+    case MASTER: return sizeof(T) < sizeof(A) ? elements * master_bytes(p.masters) : 0;
 
     // Moments are in acc, bf16 or 8 bits, whatever the type of weights.
-    case Kind::STATE:
+    case STATE:
         if (p.states == States::EIGHT_BIT)
             return small_state_bytes(p, model, d, elements);
         if (d.micro == 1) {
@@ -303,63 +305,63 @@ size_t data_bytes(const Plan& p, const Model& model, Data d, S where) {
         return elements * (p.states == States::BF16 ? sizeof(bf16) : sizeof(A));
 
     // NorMuon's second moments are few, so every rank has those of all its matrices.
-    case Kind::NEURONS: return neurons_of(model.parameters[d.micro]) * sizeof(A);
+    case NEURONS: return neurons_of(model.parameters[d.micro]) * sizeof(A);
 
     // The mean of weights moves by less than a bf16 has bits for.
-    case Kind::EMA: return p.ema ? elements * sizeof(A) : 0;
+    case EMA: return p.ema ? elements * sizeof(A) : 0;
 
     // Gradients are in acc, except for the copy that is sent. Sums of their squares are doubles.
-    case Kind::GRAD:
-    case Kind::PARTIAL:
-    case Kind::GRAD_HERE:
-    case Kind::TIED_HERE:
-    case Kind::GRAD_TIED: return elements * sizeof(A);
-    case Kind::SENT: return sent_gradient_bytes(p.gradients, p.layout, model.buckets[d.of]);
-    case Kind::SQUARES: return updated_norm_chunks(p.layout, model, d.of) * sizeof(double);
+    case GRAD:
+    case PARTIAL:
+    case GRAD_HERE:
+    case TIED_HERE:
+    case GRAD_TIED: return elements * sizeof(A);
+    case SENT: return sent_gradient_bytes(p.gradients, p.layout, model.buckets[d.of]);
+    case SQUARES: return updated_norm_chunks(p.layout, model, d.of) * sizeof(double);
 
     // All offloaded data of a chunk, one after the other; or a shard of weights.
-    case Kind::MOMENTUM:
-    case Kind::STAGED: {
+    case MOMENTUM:
+    case STAGED: {
         size_t bytes = 0;
         if (d.chunk < 0)
-            return data_bytes<T>(p, model, {Kind::WEIGHT, d.of}, where);
+            return data_bytes<T>(p, model, {WEIGHT, d.of}, where);
         for (Data part : staged_data(p, d))
             bytes += round_up(data_bytes<T>(p, model, part, where), ARENA_ALIGN);
         return bytes;
     }
 
     // A parked datum takes in its tier what it takes on the device.
-    case Kind::PARKED: return data_bytes<T>(p, model, {Kind(d.chunk), d.of, d.micro}, where);
+    case PARKED: return data_bytes<T>(p, model, {Kind(d.chunk), d.of, d.micro}, where);
 
     // Single values, and tables that last for the run.
-    case Kind::SCALE: return sizeof(StepScale);
-    case Kind::AMAX: return fp8_history_bytes(fp8_slots(model), model.shape.fp8.rule);
-    case Kind::CAST: return cast_bytes(p, model);
-    case Kind::MAXIMA: return maxima_bytes(p, model);
-    case Kind::CODES: return codes_bytes(p, model, d.of);
-    case Kind::CONSTANTS: return constants_bytes<T>(p, model, s);
-    case Kind::CACHE: return p.B * p.cache * cached_elements(s) * sizeof(T);
+    case SCALE: return sizeof(StepScale);
+    case AMAX: return fp8_history_bytes(fp8_slots(model), model.shape.fp8.rule);
+    case CAST: return cast_bytes(p, model);
+    case MAXIMA: return maxima_bytes(p, model);
+    case CODES: return codes_bytes(p, model, d.of);
+    case CONSTANTS: return constants_bytes<T>(p, model, s);
+    case CACHE: return p.B * p.cache * cached_elements(s) * sizeof(T);
 
     // The step's input: tokens, targets, positions, doc_start, and the positions of other keys.
-    case Kind::VALID: return 0; // the trainer itself holds this number
-    case Kind::TOKENS: return p.input_numbers() * sizeof(int);
+    case VALID: return 0; // the trainer itself holds this number
+    case TOKENS: return p.input_numbers() * sizeof(int);
 
     // The residual stream, whose rows sequence parallelism shares out, and results of the head.
-    case Kind::STREAM:
-    case Kind::DSTREAM: return N / s.rank.rows * s.C * sizeof(T);
-    case Kind::LOSS: // after the sums, evaluation keeps three numbers for each row
+    case STREAM:
+    case DSTREAM: return N / s.rank.rows * s.C * sizeof(T);
+    case LOSS: // after the sums, evaluation keeps three numbers for each row
         return p.mode == Mode::EVALUATE ? ARENA_ALIGN + 3 * N * sizeof(A) : sizeof(LossSums);
-    case Kind::LOGITS: return head_rows(p) * s.Vp() * sizeof(T);
-    case Kind::LOADS: return loads_bytes(model.shape);
+    case LOGITS: return head_rows(p) * s.Vp() * sizeof(T);
+    case LOADS: return loads_bytes(model.shape);
 
     // A layer's own memory: scratch, and the six groups of its activations.
-    case Kind::SCRATCH: return scratch_table<T>(p, model, d.of, where).bytes;
-    case Kind::KEPT_B:
-    case Kind::KEPT_W:
-    case Kind::REDO_B:
-    case Kind::REDO_W:
-    case Kind::GRADIENT_B:
-    case Kind::GRADIENT_W: return activation_bytes<T>(p, s, d, where);
+    case SCRATCH: return scratch_table<T>(p, model, d.of, where).bytes;
+    case KEPT_B:
+    case KEPT_W:
+    case REDO_B:
+    case REDO_W:
+    case GRADIENT_B:
+    case GRADIENT_W: return activation_bytes<T>(p, s, d, where);
     }
     return 0;
 }

@@ -112,8 +112,7 @@ void init_constants(Trainer<T, S>& t) {
 template <typename T, typename S>
 void init_loss_scale(Trainer<T, S>& t) {
     StepScale* home = address<StepScale>(t, {Kind::SCALE});
-    if (!home || !t.hyper.loss_scaling.on)
-        return;
+    if (!home || !t.hyper.loss_scaling.on) return;
     StepScale begin = {};
     begin.loss = begin_loss_scale(t.hyper.loss_scaling);
     copy_in(home, &begin, sizeof(begin), t.ctx.where);
@@ -127,17 +126,18 @@ void init_loss_scale(Trainer<T, S>& t) {
 // Point ctx at a layer's scratch: each row of its table, or null where the layer has none.
 template <typename T, typename S>
 void bind_scratch(Trainer<T, S>& t, int layer) {
-    unsigned char* workspace = scratch_address(t, layer, ScratchKind::WORKSPACE);
-    size_t bytes = workspace ? t.scratch[t.plan].at(layer).find(ScratchKind::WORKSPACE)->bytes : 0;
+    using enum ScratchKind;
+    unsigned char* workspace = scratch_address(t, layer, WORKSPACE);
+    size_t bytes = workspace ? t.scratch[t.plan].at(layer).find(WORKSPACE)->bytes : 0;
     blas_scratch(t.ctx.blas, workspace, bytes);
-    t.ctx.blas.wide = scratch_address(t, layer, ScratchKind::WIDE);
-    t.ctx.blas.room = scratch_address(t, layer, ScratchKind::ROOM);
-    t.ctx.all_rows = scratch_address(t, layer, ScratchKind::ALL_ROWS);
-    t.ctx.context.scratch = scratch_address(t, layer, ScratchKind::CONTEXT);
-    t.ctx.experts.slot_rows = scratch_address(t, layer, ScratchKind::SLOT_ROWS);
-    t.ctx.experts.token_rows = scratch_address(t, layer, ScratchKind::TOKEN_ROWS);
-    t.ctx.experts.exchange_rows = scratch_address(t, layer, ScratchKind::EXCHANGE_ROWS);
-    t.ctx.heads = scratch_address(t, layer, ScratchKind::HEADS);
+    t.ctx.blas.wide = scratch_address(t, layer, WIDE);
+    t.ctx.blas.room = scratch_address(t, layer, ROOM);
+    t.ctx.all_rows = scratch_address(t, layer, ALL_ROWS);
+    t.ctx.context.scratch = scratch_address(t, layer, CONTEXT);
+    t.ctx.experts.slot_rows = scratch_address(t, layer, SLOT_ROWS);
+    t.ctx.experts.token_rows = scratch_address(t, layer, TOKEN_ROWS);
+    t.ctx.experts.exchange_rows = scratch_address(t, layer, EXCHANGE_ROWS);
+    t.ctx.heads = scratch_address(t, layer, HEADS);
 }
 
 // ----------------------------------------------------------------------------
@@ -182,8 +182,7 @@ void run_norm(Trainer<T, S>& t) {
         start += norm_chunks(t.model, b, 0, bucket.elements);
 
         // Let one rank count each element: one stage of a bucket, one rank of equal ranges.
-        if (!is_squared(t.layout, t.model, b))
-            continue;
+        if (!is_squared(t.layout, t.model, b)) continue;
         if (adds && !is_first_of_equals(t.layout, t.model, b))
             continue;
 
@@ -308,39 +307,40 @@ void bind_layer(Trainer<T, S>& t, int layer) {
 // Run one action from start to end.
 template <typename T, typename S>
 void run_action(Trainer<T, S>& t, const Action& a) {
+    using enum Op;
     // Fill ctx with the action's micro-batch, scratch and layer.
     if (a.micro >= 0) bind_batch(t, a.micro);
     bind_scratch(t, a.layer);
     bind_layer(t, a.layer);
     switch (a.op) {
     // The input. RELEASE only marks a place in the plan.
-    case Op::LOAD: return run_load(t);
-    case Op::COUNT: return run_count(t);
-    case Op::RELEASE: return; // from here on other data may use the bucket's bytes
+    case LOAD: return run_load(t);
+    case COUNT: return run_count(t);
+    case RELEASE: return; // from here on other data may use the bucket's bytes
 
     // Layers.
-    case Op::F:
-    case Op::B:
-    case Op::I:
-    case Op::W:
-    case Op::R: return run_layer(t, a);
+    case F:
+    case B:
+    case I:
+    case W:
+    case R: return run_layer(t, a);
 
     // The end of the step.
-    case Op::TIE: return run_tie(t, a);
-    case Op::SQUARE:
+    case TIE: return run_tie(t, a);
+    case SQUARE:
         return square_gradient(t, a.bucket, Kind::GRAD_HERE,
                                address<double>(t, {Kind::SQUARES, a.bucket}));
-    case Op::NORM: return run_norm(t);
-    case Op::MUON: return run_muon(t, a);
-    case Op::UPDATE: return run_update(t, a);
+    case NORM: return run_norm(t);
+    case MUON: return run_muon(t, a);
+    case UPDATE: return run_update(t, a);
 
     // Collectives and moves: start and finish at once, for callers that run a single action.
-    case Op::SENDRECV:
-    case Op::GATHER:
-    case Op::REDUCE:
-    case Op::PUBLISH:
-    case Op::FETCH:
-    case Op::PARK: {
+    case SENDRECV:
+    case GATHER:
+    case REDUCE:
+    case PUBLISH:
+    case FETCH:
+    case PARK: {
         InFlight<S> f = start_flight(t, a);
         return finish_flight(t, f);
     }
@@ -416,8 +416,7 @@ void run_actions(Trainer<T, S>& t, Part part) {
     for (t.at = 0; t.at <= end; t.at++) {
         finish_due(t, flights, p, finish);
         if (t.at == end) break;
-        if (!is_part(part, p.actions[t.at].op))
-            continue;
+        if (!is_part(part, p.actions[t.at].op)) continue;
 
         // Run the action, or start it.
         const Action& a = p.actions[t.at];

@@ -194,8 +194,7 @@ void row_parallel_partial(Ctx<S>& ctx, T* partial, const T* inp, // (N,C) {+tp} 
                           const Weight& w, const Weight& bias, const T* residual) { // (R,C)
     size_t parts = ctx.shape.rank.rows, R = stream_rows(ctx);
     for (size_t i = 0; i < parts; i++) { // rows of rank i
-        // Add bias and residual once: to scattered rows their owner adds them, else the
-        // first rank does.
+        // Add bias and residual once: the owner of scattered rows does, else the first rank.
         bool adds = parts > 1 ? i == size_t(ctx.tp.rank) : ctx.tp.rank == 0;
         linear_forward(partial + i * R * w.rows, inp + i * R * w.cols, w,
                        adds ? bias_of(bias) : nullptr, adds ? residual : (const T*)nullptr, R,

@@ -102,8 +102,7 @@ void update_mean(const Trainer<T, S>& t, const Action& a, const WeightMemory<T>&
         ema_update(mean, weights, count, t.hyper.ema, scale, where);
 }
 
-// Call f(place, here) for each datum of a move:
-// `place` is where it lies, `here` where the step uses it.
+// Call f(place, here) for each datum of a move: where it lies, and where the step uses it.
 template <typename T, typename S, typename F>
 void for_each_moved(const Trainer<T, S>& t, const Action& a, F f) {
     // A chunk moves by its staged parts.
@@ -307,8 +306,7 @@ InFlight<S> start_collective(Trainer<T, S>& t, const Action& a) {
 // Start a collective or a move; the caller keeps it until finish_before() says that it is needed.
 template <typename T, typename S>
 InFlight<S> start_flight(Trainer<T, S>& t, const Action& a) {
-    if (queue_of(a.op) == Queue::MOVE)
-        return start_move(t, a);
+    if (queue_of(a.op) == Queue::MOVE) return start_move(t, a);
 
     // Sum what tp ranks share on the compute stream, since layers use the communicator of tp there.
     if (a.op == Op::REDUCE)
@@ -495,6 +493,7 @@ Comm split_experts(const Comm& world, const char* name, const Layout& me, F f) {
 // Make all groups of this rank. `kv_ranks` divides tp: so many neighbours share a key/value head.
 // All ranks of the world must call.
 inline Comms make_comms(const Comm& world, const Layout& me, int kv_ranks = 1) {
+    using enum Group;
     // A group is a condition on places in the layout: it holds the ranks that satisfy it.
     auto same = [&](Axis Layout::*axis, const Layout& other) {
         return (me.*axis).rank == (other.*axis).rank;
@@ -513,12 +512,12 @@ inline Comms make_comms(const Comm& world, const Layout& me, int kv_ranks = 1) {
     c.model = split("model", [&](const Layout& o) {
         return same(&Layout::dp, o);
     });
-    Axis replica = replica_axis(me, Group::DATA), shard = shard_axis(me, Group::DATA);
-    c.data(Group::DATA).shard = split("shard", [&](const Layout& o) {
-        return stage(o) && replica_axis(o, Group::DATA).rank == replica.rank;
+    Axis replica = replica_axis(me, DATA), shard = shard_axis(me, DATA);
+    c.data(DATA).shard = split("shard", [&](const Layout& o) {
+        return stage(o) && replica_axis(o, DATA).rank == replica.rank;
     });
-    c.data(Group::DATA).replica = split("replica", [&](const Layout& o) {
-        return stage(o) && shard_axis(o, Group::DATA).rank == shard.rank;
+    c.data(DATA).replica = split("replica", [&](const Layout& o) {
+        return stage(o) && shard_axis(o, DATA).rank == shard.rank;
     });
 
     // The pipeline, and its two ends.
@@ -554,14 +553,14 @@ inline Comms make_comms(const Comm& world, const Layout& me, int kv_ranks = 1) {
 
     // Ranks that hold the same experts, and ranks that together hold all of them.
     Axis experts = expert_axis(me);
-    int neighbours = group_axis(me, Group::EXPERTS).rank;
+    int neighbours = group_axis(me, EXPERTS).rank;
     bool apart = experts.size > 1 || me.experts.whole; // from the groups of other parameters
     if (apart) {
-        c.data(Group::EXPERTS).shard = split_experts(world, "edp", me, [&](const Layout& o) {
+        c.data(EXPERTS).shard = split_experts(world, "edp", me, [&](const Layout& o) {
             return expert_axis(o).rank == experts.rank;
         });
         c.ep = split_experts(world, "ep", me, [&](const Layout& o) {
-            return group_axis(o, Group::EXPERTS).rank == neighbours;
+            return group_axis(o, EXPERTS).rank == neighbours;
         });
     }
     if (world.nccl) attach_gpus(c);
@@ -572,7 +571,7 @@ inline Comms make_comms(const Comm& world, const Layout& me, int kv_ranks = 1) {
 
     // Cut experts that are not shared out have the group of all other parameters.
     if (!apart)
-        c.data(Group::EXPERTS) = c.data(Group::DATA);
+        c.data(EXPERTS) = c.data(DATA);
     return c;
 }
 

@@ -65,8 +65,7 @@ inline double zero_bytes(const ParameterBytes& whole, int zero, int d, int near 
 // Return the index of the SENDRECV that ends pass i's slot, or i if the slot sends nothing.
 inline int message_behind(const Plan& p, int i) {
     for (int j = i + 1; j < int(p.actions.size()); j++) {
-        if (p.actions[j].op == Op::SENDRECV)
-            return j;
+        if (p.actions[j].op == Op::SENDRECV) return j;
         if (p.actions[j].micro != p.actions[i].micro)
             break;
     }

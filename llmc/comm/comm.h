@@ -201,8 +201,7 @@ template <typename S> struct PendingExchange {
 
 // Check that peers and tags exist. A group of one has no peer.
 inline void check_messages(const Comm& c, const CommMessage* messages, int count) {
-    // Messages carry their tag to the backend, where a wrong one would match another
-    // message, or none.
+    // Messages carry their tag to the backend, where a wrong one would match another message.
     const char* name = c.name.c_str();
     LLMC_CHECK(c.size > 1 || count == 0, "a message in '%s', a group of one", name);
     LLMC_CHECK(c.local || c.mpi || count == 0, "the group '%s' has nothing to send with", name);

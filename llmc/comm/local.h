@@ -222,8 +222,7 @@ template <typename S>
 std::string call_text(const Call<S>& call) {
     // Equal texts must mean equal calls, so include kind, count, type and root.
     std::string s = collective_name(call.kind);
-    if (call.kind == Collective::BARRIER)
-        return s;
+    if (call.kind == Collective::BARRIER) return s;
     if (call.kind == Collective::ALL_REDUCE)
         s += call.max ? " (max)" : " (sum)";
     s += " of " + std::to_string(call.n) + " " + ELEMENT_NAMES[int(call.element)];
@@ -300,6 +299,7 @@ std::shared_ptr<LocalOp> local_start_message(const Comm& c, const CommMessage& m
 // from the parties' snapshots.
 template <typename S>
 void local_item(const LocalOp& op, int i, const Call<S>& call, bool alone, S where) {
+    using enum Collective;
     // Read and write the ranks' buffers directly: all ranks are in one process.
     int size = int(op.parties.size());
     size_t bytes = call.bytes();
@@ -309,7 +309,7 @@ void local_item(const LocalOp& op, int i, const Call<S>& call, bool alone, S whe
 
     // Sums: item i is range i for every rank, or shard i for rank i.
     switch (op.kind) {
-    case Collective::ALL_REDUCE: {
+    case ALL_REDUCE: {
         ElementRange range = alone ? ElementRange{0, call.n} : range_of(call.n, size, i);
         for (int r = 0; r < size; r++)
             ins[r] = op.parties[r].in + range.first * call.unit();
@@ -319,7 +319,7 @@ void local_item(const LocalOp& op, int i, const Call<S>& call, bool alone, S whe
         call.reduce(outs.data(), alone ? 1 : size, ins.data(), size, range.count, where);
         break;
     }
-    case Collective::REDUCE_SCATTER:
+    case REDUCE_SCATTER:
         for (int r = 0; r < size; r++)
             ins[r] = op.parties[r].in + i * bytes;
         outs[0] = mine.out;
@@ -327,22 +327,22 @@ void local_item(const LocalOp& op, int i, const Call<S>& call, bool alone, S whe
         break;
 
     // Copies: item i is everything that rank i gets.
-    case Collective::ALL_GATHER:
+    case ALL_GATHER:
         for (int r = 0; r < size; r++)
             copy_bytes(mine.out + r * bytes, op.parties[r].in, bytes, where);
         break;
-    case Collective::ALL_TO_ALL:
+    case ALL_TO_ALL:
         for (int r = 0; r < size; r++)
             copy_bytes(mine.out + r * bytes, op.parties[r].in + i * bytes, bytes, where);
         break;
-    case Collective::BROADCAST:
+    case BROADCAST:
         if (i != call.root)
             copy_bytes(mine.out, op.parties[call.root].in, bytes, where);
         break;
-    case Collective::EXCHANGE: // a message: its sender is party 0, its receiver party 1
+    case EXCHANGE: // a message: its sender is party 0, its receiver party 1
         copy_bytes(op.parties[1].out, op.parties[0].in, bytes, where);
         break;
-    case Collective::BARRIER: break;
+    case BARRIER: break;
     }
 }
 

@@ -46,6 +46,7 @@ const char* shard_in(const Call<S>& call, int rank) {
 template <typename S>
 PeerBuffers peer_buffers(const Call<S>& call, int size, int rank, int peer, int round,
                          char* scratch) {
+    using enum Collective;
     // Find both ranks' ranges of the elements, in bytes.
     size_t bytes = call.bytes();
     size_t unit = call.unit();
@@ -58,23 +59,22 @@ PeerBuffers peer_buffers(const Call<S>& call, int size, int rank, int peer, int 
 
     // Choose the buffers by what the collective moves.
     switch (call.kind) {
-    case Collective::ALL_REDUCE: // round 0: inputs to the rank that sums them; round 1: the sums
+    case ALL_REDUCE: // round 0: inputs to the rank that sums them; round 1: the sums
         if (round == 0)
             return {call.in + their_first, their_bytes, scratch + peer * my_bytes, my_bytes};
         return {call.out + my_first, my_bytes, call.out + their_first, their_bytes};
-    case Collective::REDUCE_SCATTER:
+    case REDUCE_SCATTER:
         return {shard_in(call, peer), bytes, scratch + peer * bytes, bytes};
 
     // Copies go straight to their place in the output.
-    case Collective::ALL_TO_ALL:
+    case ALL_TO_ALL:
         return {call.in + peer * bytes, bytes, call.out + peer * bytes, bytes};
-    case Collective::BROADCAST:
-        if (rank == call.root)
-            return {call.in, bytes, nullptr, 0};
+    case BROADCAST:
+        if (rank == call.root) return {call.in, bytes, nullptr, 0};
         return {nullptr, 0, call.out, peer == call.root ? bytes : 0};
-    case Collective::ALL_GATHER:
-    case Collective::BARRIER: return {call.in, bytes, call.out + peer * bytes, bytes};
-    case Collective::EXCHANGE: break;
+    case ALL_GATHER:
+    case BARRIER: return {call.in, bytes, call.out + peer * bytes, bytes};
+    case EXCHANGE: break;
     }
     return {nullptr, 0, nullptr, 0};
 }

@@ -99,8 +99,7 @@ std::string placement_check(const Comm& c, const Call<S>& call) {
 // Record what a finished collective has left in its output, if its input or output is in the table.
 template <typename S>
 void placement_note(const Comm& c, const Call<S>& call) {
-    if (!c.info->placements || call.kind == Collective::BARRIER)
-        return;
+    if (!c.info->placements || call.kind == Collective::BARRIER) return;
     Placements& table = *c.info->placements;
     const char* out = call.out ? call.out : call.in; // a broadcast's root has no output
     size_t out_bytes = call.out_bytes(c.size);

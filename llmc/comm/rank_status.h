@@ -95,8 +95,7 @@ inline std::string standing_text(const RankNotes& notes, double waited) {
         // Skip a recent note: its rank works, or waits as this one does.
         const RankNote& note = notes.all[i];
         double seconds = clock_seconds() - note.since;
-        if (note.rank < 0 || seconds < waited / 2)
-            continue;
+        if (note.rank < 0 || seconds < waited / 2) continue;
 
         // Read the name, word by word.
         char name[sizeof(RankNote::name) + 1] = {};

@@ -291,8 +291,7 @@ inline std::string gguf_words(const Tokenizer& t) {
 
 // Why a tokenizer is left out, or "" if llama.cpp makes the same tokens.
 inline std::string gguf_no_tokenizer(const Tokenizer& t) {
-    std::string why = not_json(t);
-    if (!why.empty()) return why;
+    LLMC_TRY(not_json(t));
     // SentencePiece needs no pattern: its symbols merge across the whole text.
     bool known = t.sentencepiece || !gguf_words(t).empty();
     return known ? "" : "llama.cpp has no name for the way it cuts words";

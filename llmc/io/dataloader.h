@@ -346,8 +346,7 @@ inline std::string no_window(const DataLoader& d, Split split, bool own_validati
 // windows that files in order keep together.
 inline std::string data_open(DataLoader* d, const std::string& value, Split split,
                              bool own_validation, const Tokenizer& tokenizer, size_t T, size_t V,
-                             uint64_t seed, const LineSource* source = nullptr,
-                             size_t step = 1) {
+                             uint64_t seed, const LineSource* source = nullptr, size_t step = 1) {
     // Find the files before opening any.
     std::vector<std::string> paths;
     LLMC_TRY(data_paths(value, &paths));

@@ -107,29 +107,30 @@ inline std::string run_text(const Model& model, size_t T, int64_t steps, int64_t
 
 // The line of the memory table to which a datum of a plan counts.
 inline const char* meaning_of(Kind kind) {
+    using enum Kind;
     switch (kind) {
     // Activations, and the streams between layers.
-    case Kind::KEPT_B:
-    case Kind::KEPT_W: return "  kept activations";
-    case Kind::REDO_B:
-    case Kind::REDO_W: return "  recomputed activations";
-    case Kind::GRADIENT_B:
-    case Kind::GRADIENT_W:
-    case Kind::DSTREAM: return "  gradients of activations";
-    case Kind::STREAM: return "  residual stream";
+    case KEPT_B:
+    case KEPT_W: return "  kept activations";
+    case REDO_B:
+    case REDO_W: return "  recomputed activations";
+    case GRADIENT_B:
+    case GRADIENT_W:
+    case DSTREAM: return "  gradients of activations";
+    case STREAM: return "  residual stream";
 
     // Data that pass through the device: scratch, moves, and weights of a layer in use.
-    case Kind::SCRATCH: return "  workspace";
-    case Kind::MOMENTUM:
-    case Kind::STAGED: return "  offloaded data in passing";
-    case Kind::GATHERED: return "  weights of layers in use";
-    case Kind::CODES: return "  codes of weights on their way";
+    case SCRATCH: return "  workspace";
+    case MOMENTUM:
+    case STAGED: return "  offloaded data in passing";
+    case GATHERED: return "  weights of layers in use";
+    case CODES: return "  codes of weights on their way";
 
     // Gradients that layers still add to, or that are on their way.
-    case Kind::GRAD_HERE:
-    case Kind::TIED_HERE:
-    case Kind::SENT:
-    case Kind::PARTIAL: return "  gradients of layers in use";
+    case GRAD_HERE:
+    case TIED_HERE:
+    case SENT:
+    case PARTIAL: return "  gradients of layers in use";
     default: return "  batch and losses";
     }
 }
@@ -220,6 +221,7 @@ inline std::string tier_line(const char* what, const Arena& arena, const std::ve
 // The memory table of a rank. machine: whose links to the host and to a disk moves take.
 inline std::string memory_text(const Arena& arena, const std::vector<Plan>& plans,
                                const Model& model, const Machine& machine) {
+    using enum Kind;
     // List what lasts the whole run.
     std::map<Kind, size_t> sums;
     for (auto& [d, place] : arena.lasting)
@@ -229,19 +231,19 @@ inline std::string memory_text(const Arena& arena, const std::vector<Plan>& plan
     auto add = [&](const char* what, Kind kind, const char* why = "") {
         text += memory_line(what, sums[kind], arena.device().bytes, why);
     };
-    add("weights", Kind::WEIGHT);
-    add("gradients", Kind::GRAD);
-    add("gradient of the tied head", Kind::GRAD_TIED, "added to the table's once a step");
+    add("weights", WEIGHT);
+    add("gradients", GRAD);
+    add("gradient of the tied head", GRAD_TIED, "added to the table's once a step");
     const char* formats[] = {"float", "16-bit remainders", ""};
-    add("master weights", Kind::MASTER, formats[int(plans[0].masters)]);
-    add("optimizer moments", Kind::STATE, states_name(plans[0].states));
-    add("second moments of rows", Kind::NEURONS, "or of columns, NorMuon's");
-    add("mean of weights", Kind::EMA, "float, --ema");
-    add("maxima of fp8 products", Kind::AMAX, "delayed scaling's, and scales");
-    add("codes of fp8 weights", Kind::CAST, "cast once a step");
-    add("maxima of fp8 weights", Kind::MAXIMA, "gathered as codes");
-    add("constants", Kind::CONSTANTS, "rotary tables, slopes");
-    add("key/value cache", Kind::CACHE);
+    add("master weights", MASTER, formats[int(plans[0].masters)]);
+    add("optimizer moments", STATE, states_name(plans[0].states));
+    add("second moments of rows", NEURONS, "or of columns, NorMuon's");
+    add("mean of weights", EMA, "float, --ema");
+    add("maxima of fp8 products", AMAX, "delayed scaling's, and scales");
+    add("codes of fp8 weights", CAST, "cast once a step");
+    add("maxima of fp8 weights", MAXIMA, "gathered as codes");
+    add("constants", CONSTANTS, "rotary tables, slopes");
+    add("key/value cache", CACHE);
 
     // List each plan's passing data. A second plan that evaluates belongs to the tasks. Further
     // ones differ from it only in length, and are left out.
@@ -306,8 +308,7 @@ inline double muon_share(const Model& model) {
     return updated / double(parameter_count(model));
 }
 
-// Bytes of one parameter's weight, gradient and optimizer state, without padding
-// and buckets in use.
+// Bytes of a parameter's weight, gradient and optimizer state, without padding or buckets in use.
 template <typename T>
 ParameterBytes parameter_bytes(const PlanOptions& options, const Model& model) {
     if (options.mode != Mode::TRAIN)
@@ -327,8 +328,7 @@ ParameterBytes parameter_bytes(const PlanOptions& options, const Model& model) {
 // Describe these bytes, and what ZeRO leaves of them on a rank. If ranks share out experts, a third
 // figure is what a rank keeps for each parameter of all experts.
 template <typename T>
-std::string parameter_text(const Layout& layout, const PlanOptions& options,
-                           const Model& model) {
+std::string parameter_text(const Layout& layout, const PlanOptions& options, const Model& model) {
     int shards = update_axis(layout, Group::DATA).size;
     int near = layout.weights_near ? layout.zero_group : 0;
     ParameterBytes whole = parameter_bytes<T>(options, model);

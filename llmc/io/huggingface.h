@@ -377,8 +377,7 @@ inline std::string export_folder(std::string path) {
 
 // Check that an export may be written to a folder: only an older export may be in it. carried: the
 // names of files that this one replaces.
-inline std::string hf_check_folder(const std::string& folder,
-                                   const TextFiles& carried) {
+inline std::string hf_check_folder(const std::string& folder, const TextFiles& carried) {
     // Refuse the current folder, which cannot be exchanged for another.
     std::error_code none;
     std::string path = export_folder(folder);
@@ -587,8 +586,7 @@ inline ExportShards export_shards(const Model& m, Type dtype, size_t shard_bytes
 // Write a whole export into an empty folder. All ranks call; the first one writes.
 template <typename T, typename S>
 std::string write_export(const Trainer<T, S>& t, const std::string& folder, Type dtype,
-                         size_t shard_bytes, const ExportTokenizer& tokenizer,
-                         MergeSums* merged) {
+                         size_t shard_bytes, const ExportTokenizer& tokenizer, MergeSums* merged) {
     ExportShards shards = export_shards(t.model, dtype, shard_bytes);
     size_t files = shards.starts.size();
 

@@ -61,8 +61,7 @@ template <typename A> struct AdamWRule {
           correct1(A(now.correct1 > 0 ? now.correct1 : bias_correction(h.beta1, now.step))),
           correct2(A(now.correct2 > 0 ? now.correct2 : bias_correction(h.beta2, now.step))) {}
 
-    // Update the moments in place and return the new weight. `rate` is the tensor's own
-    // factor of lr.
+    // Update the moments in place and return the new weight. `rate` is the tensor's factor of lr.
     LLMC_HD A operator()(A& m, A& v, A grad, A w, A decay, A rate) const {
         A g = grad * scale;
         m = std::fma(b1, m, (1 - b1) * g);
@@ -238,8 +237,7 @@ __device__ void for_each_element(const TensorTable& table, F f) {
     for (size_t c = blockIdx.x; c < table.chunks; c += gridDim.x) {
         TensorChunk chunk = find_chunk(table, c);
 
-        // A warp stays together, because f may shuffle: lanes past the end call f with
-        // 0 elements left.
+        // A warp stays together, for f may shuffle: lanes past the end call f with 0 elements left.
         size_t lane = threadIdx.x % 32 * P;
         for (size_t w = chunk.from + threadIdx.x / 32 * 32 * P; w < chunk.to;
              w += UPDATE_THREADS * P)

@@ -34,8 +34,7 @@ template <typename T> struct AdamWMemory {
 // ----------------------------------------------------------------------------
 // rounding at random
 
-// Streams of random bits, one for each quantity that is rounded. The number is added to the hash of
-// the tensor's name.
+// Streams of random bits, one for each quantity that is rounded: added to the hash of the name.
 constexpr uint64_t ROUND_WEIGHT = 0, ROUND_M = 1, ROUND_V = 2;
 
 // Round x up or down in magnitude at random, up with a probability equal to the remainder. The
@@ -52,8 +51,7 @@ LLMC_HD inline uint16_t stochastic_fp16(float x, uint32_t random) {
     u &= 0x7fffffff;
 
     // From 65504 on round to nearest: fp16 has no larger number. A normal number drops 13 bits.
-    if (u >= 0x477fe000)
-        return from_acc<fp16>(x).bits;
+    if (u >= 0x477fe000) return from_acc<fp16>(x).bits;
     if (u >= 0x38800000)
         return uint16_t(sign | ((u + (random >> 3) - 0x38000000) >> 13));
 
@@ -77,8 +75,7 @@ struct RoundingBits {
     uint64_t seed, hash;
     uint64_t block = ~uint64_t(0); // the block that `words` holds
     RandomWords words = {};
-    // The step is part of the seed; otherwise an element would be rounded the same way
-    // in each step.
+    // The step is part of the seed: else an element would be rounded the same way in each step.
     LLMC_HD RoundingBits(uint64_t seed, int64_t step, uint64_t hash)
         : seed(seed ^ uint64_t(step) << 32), hash(hash) {}
     LLMC_HD uint32_t operator()(uint64_t element) {

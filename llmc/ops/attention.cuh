@@ -36,8 +36,7 @@ namespace llmc {
 
 constexpr int PLAIN_WARPS = 4, PLAIN_ROWS = 4, PLAIN_BLOCK = PLAIN_WARPS * PLAIN_ROWS;
 
-// Copy `rows` rows of HS channels to shared memory, `stride` floats apart. row(i) is the start of
-// row i; null gives zeros.
+// Copy rows of HS channels to shared memory, `stride` floats apart. row(i) begins one; null: zeros.
 template <typename F>
 __device__ void load_tile(float* tile, int rows, int HS, int stride, F row) {
     // Neighbouring threads read neighbouring channels, so the loads coalesce.
@@ -225,8 +224,7 @@ __global__ void attention_backward_q_kernel(Q* dq, const AttentionOperands<T> x,
     load_tile(dout, PLAIN_BLOCK, HS_v, HS_v,
               [&](int r) { return i0 + r < d.Tq ? x.gradient(b, h, i0 + r) : nullptr; });
 
-    // Walk all keys. Lane j of a warp computes ds for key j, then each lane adds ds k for
-    // its own channels.
+    // Walk all keys. Lane j of a warp computes ds for key j; then each lane adds its own channels.
     float sum[PLAIN_ROWS][D] = {};
     for (size_t j0 = 0; j0 < d.Tk; j0 += 32) {
         __syncthreads(); // the tiles before have been read

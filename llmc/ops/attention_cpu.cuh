@@ -43,8 +43,7 @@ ReferenceScores<T> reference_scores(const AttentionOperands<T>& x, size_t b, siz
     std::vector<A> s(x.d.Tk, A(-INFINITY));
     for (size_t j = 0; j < x.d.Tk; j++) {
         int distance = 0;
-        if (!x.visible(b, i, j, distance))
-            continue;
+        if (!x.visible(b, i, j, distance)) continue;
         const T* k = x.k + x.key_at(b, kh, j);
         A product = channel_dot(q, k, x.d.HS);
         capped[j] = x.capped(product);
@@ -55,8 +54,7 @@ ReferenceScores<T> reference_scores(const AttentionOperands<T>& x, size_t b, siz
     return {capped, s};
 }
 
-// Turn scores into weights that add up to 1, and return lse, which is -inf for a row
-// that sees nothing.
+// Turn scores into weights that add up to 1. Returns lse: -inf for a row that sees nothing.
 template <typename A>
 A reference_softmax(std::vector<A>& s) {
     A most = *std::max_element(s.begin(), s.end());
@@ -71,8 +69,7 @@ A reference_softmax(std::vector<A>& s) {
     }
     if (!seen) return A(-INFINITY);
 
-    // Divide the weights, not the sum of values, so that out is the mean that
-    // the definition states.
+    // Divide the weights, not the sum of values: out is the mean that the definition states.
     for (A& y : s)
         y /= total;
     return most + std::log(total);
@@ -91,8 +88,7 @@ void attention_forward_reference(O* out, acc_t<T>* lse, const AttentionOperands<
                 std::vector<A> p = reference_scores(x, b, h, i).s;
                 lse[x.lse_at(b, h, i)] = reference_softmax(p);
 
-                // Sum the weighted values. Weights of 0 are skipped, because a masked value
-                // may be NaN.
+                // Sum the weighted values. Skip weights of 0: a masked value may be NaN.
                 size_t kh = h / (d.NH / d.NKV);
                 std::vector<A> sum(d.HS_v);
                 for (size_t j = 0; j < d.Tk; j++) {
@@ -135,8 +131,7 @@ void reference_backward_row(ReferenceSums<T>& sums, const T* out, const acc_t<T>
     // Walk the keys. D is the mean of dp under p, which the softmax's gradient subtracts.
     for (size_t j = 0; j < d.Tk; j++) {
         // A masked key has p = 0 and contributes nothing.
-        if (scores.s[j] == A(-INFINITY))
-            continue;
+        if (scores.s[j] == A(-INFINITY)) continue;
         const T* k = x.k + x.key_at(b, kh, j);
         const T* v = x.v + x.value_at(b, kh, j);
 
@@ -164,8 +159,7 @@ void put_row(O* to, const A* sums, size_t n, bool accumulate) {
         put(to + e, sums[e], accumulate);
 }
 
-// Backward by the definition. A task owns a key head: its dk and dv, and the dq of the heads
-// that read it.
+// Backward by the definition. A task owns a key head: dk and dv, and dq of the heads that read it.
 template <typename T, typename Q, typename K>
 void attention_backward_reference(Q* dq, K* dk, K* dv, const T* out, const acc_t<T>* lse,
                                   const AttentionOperands<T>& operands) {
@@ -206,8 +200,7 @@ inline void alibi_slopes(float* slopes, size_t NH) { // (NH)
     size_t n = 1;
     while (n * 2 <= NH) n *= 2;
     for (size_t h = 0; h < NH; h++) {
-        // From head n on: 2^(-4/n), 2^(-12/n), ..., whose exponents lie halfway between
-        // the first heads'.
+        // From head n on: 2^(-4/n), 2^(-12/n), ..., with exponents between the first heads'.
         double first = -8.0 * double(h + 1) / double(n);
         double further = -4.0 * double(2 * (h - n) + 1) / double(n);
         slopes[h] = float(std::pow(2.0, h < n ? first : further));

@@ -72,9 +72,8 @@ template <typename A> struct PrefixWeight {
     A p, ds;
 };
 template <typename T>
-LLMC_HD inline PrefixWeight<acc_t<T>> prefix_weight(const AttentionOperands<T>& x,
-                                                    acc_t<T> product, acc_t<T> lse,
-                                                    acc_t<T> dp, acc_t<T> D) {
+LLMC_HD inline PrefixWeight<acc_t<T>> prefix_weight(const AttentionOperands<T>& x, acc_t<T> product,
+                                                    acc_t<T> lse, acc_t<T> dp, acc_t<T> D) {
     acc_t<T> s = x.capped(product);
     acc_t<T> p = std::exp(s - lse);
     return {p, p * (dp - D) * x.cap_derivative(s) * x.scale};
@@ -294,9 +293,8 @@ __device__ inline RowPlace row_place(const AttentionDims& d, size_t row) {
 
 // Join another block of keys. Rows in out and lse are indexed as on the CPU.
 template <typename P>
-__global__ void attention_merge_kernel(float* out, float* lse, const P* part,
-                                       const float* part_lse, size_t B, size_t T, size_t NH,
-                                       size_t HS) {
+__global__ void attention_merge_kernel(float* out, float* lse, const P* part, const float* part_lse,
+                                       size_t B, size_t T, size_t NH, size_t HS) {
     size_t row = size_t(blockIdx.x) * JOIN_WARPS + threadIdx.x / 32;
     if (row >= B * T * NH) return; // whole warps
     // Every lane computes the weights: two exponentials are cheaper than a shuffle of the results.
@@ -410,8 +408,7 @@ __global__ void prefix_queries_kernel(T* dq, const T* out, const float* lse,
     }
 }
 
-// dk, dv. Block (j, kh) has one key. Keys are few, so a block is large; its warps share the rows
-// that read the key.
+// dk, dv. Block (j, kh) has one key. Keys are few: the many warps share the rows that read it.
 constexpr unsigned KEY_WARPS = 24;
 template <typename T>
 __global__ void __launch_bounds__(KEY_WARPS * 32)
@@ -535,8 +532,7 @@ inline void check_prefix(const AttentionDims& d) {
                "%zu", PREFIX_CHANNELS, d.HS);
 }
 template <typename T>
-void prefix_forward(T* out, float* lse, const AttentionOperands<T>& operands,
-                    cudaStream_t stream) {
+void prefix_forward(T* out, float* lse, const AttentionOperands<T>& operands, cudaStream_t stream) {
     AttentionOperands<T> x = completed(operands);
     check_prefix(x.d);
     launch_join(prefix_forward_kernel<T>, joined_rows(x.d), stream, out, lse, x);

@@ -33,8 +33,7 @@ struct KeyRange {
 // Whether a row sees the key at this position.
 __device__ inline bool sees(KeyRange row, int key) { return key >= row.first && key <= row.last; }
 
-// The position given to padding at the end of a tile. No row sees it, and distances
-// do not overflow.
+// The position of padding at the end of a tile. No row sees it, and distances do not overflow.
 constexpr int NO_KEY = INT_MAX / 2;
 
 // The range of query i. Positions of keys are not negative, so a window that reaches beyond the
@@ -75,15 +74,13 @@ struct RowSpans {
 // How much of a tile of keys is visible to a tile of rows.
 enum Visibility { NOTHING, SOME, ALL };
 __device__ inline Visibility visibility(RowSpans rows, Span keys) {
-    // Compare the extremes, which decide for all pairs: first that no key is seen, then
-    // that all are.
+    // Compare the extremes, which decide for all pairs: is no key seen? Then, are all?
     if (keys.low > rows.last.high || keys.high < rows.first.low)
         return NOTHING;
     return keys.high <= rows.last.low && keys.low >= rows.first.high ? ALL : SOME;
 }
 
-// Walks the visible tiles in order and looks at 32 of them at once. All lanes of a
-// warp walk together.
+// Walks the visible tiles in order, looking at 32 of them at once. A warp's lanes walk together.
 struct TileWalk {
     int tiles, base = -32;
     unsigned seen = 0, whole = 0; // one bit for each of the 32 tiles from base on
@@ -466,8 +463,7 @@ __device__ void scale_rows(float (&sum)[CT][4], const float (&factor)[2]) {
             sum[c][i] *= factor[i / 2];
 }
 
-// Pack a product's result, two numbers of a row in a register, as the first operand of
-// the next product.
+// Pack a product's result, two numbers of a row in a register, as the next one's first operand.
 template <typename T, int NT>
 __device__ void pack_scores(uint32_t (&p)[NT / 2][4], const float (&s)[NT][4]) {
     #pragma unroll
@@ -506,8 +502,7 @@ __device__ void store_row(const Results<T>& results, size_t to, const float (&su
                           float factor, int HS) {
     #pragma unroll
     for (int c = 0; c < CT; c++) {
-        // HS may be less than what the kernel computes. Channels beyond it do not belong
-        // to the caller.
+        // HS may be less than what the kernel computes. Channels beyond it are not the caller's.
         int e = 8 * c + 2 * (threadIdx.x % 4);
         if (e < HS)
             results.put(to + e, Pack<float, 2>{sum[c][2 * i] * factor, sum[c][2 * i + 1] * factor});

@@ -259,8 +259,7 @@ struct BlockMask {
 // Classify a block of queries and keys by their positions.
 inline BlockMask mask_of(const int* q_positions, const int* doc_start, const int* k_positions,
                          size_t rows, size_t keys, int window) {
-    // Compare only the extremes. A block that only looks mixed costs one pass of masking
-    // and stays correct.
+    // Compare only the extremes. A block that only looks mixed costs one pass of masking.
     auto [q_low, q_high] = std::minmax_element(q_positions, q_positions + rows);
     auto [d_low, d_high] = std::minmax_element(doc_start, doc_start + rows);
     auto [k_low, k_high] = std::minmax_element(k_positions, k_positions + keys);
@@ -372,8 +371,7 @@ void attention_forward_block(const AttentionBlock<T>& a, const AttentionOperands
     }
 }
 
-// Divide by the sums of exponentials and write one head's rows of out, which are NH*HS apart,
-// and lse (rows).
+// Divide by the sums of exponentials. Write lse and one head's rows of out, which are NH*HS apart.
 template <typename T, typename O>
 void store_attention(O* out, acc_t<T>* lse, const AttentionTile<T>& t, size_t rows,
                      const AttentionDims& d) {

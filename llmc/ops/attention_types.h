@@ -125,8 +125,7 @@ template <typename T> struct AttentionOperands {
     // Whether query i sees key j. `distance` receives the distance between their positions.
     LLMC_HD bool visible(size_t b, size_t i, size_t j, int& distance) const {
         // Padding at the end of a tile sees nothing and is not seen.
-        if (i >= d.Tq || j >= d.Tk)
-            return false;
+        if (i >= d.Tq || j >= d.Tk) return false;
         int at = k_positions[b * d.Tk + j];
         distance = q_positions[b * d.Tq + i] - at;
         return distance >= 0 && distance < d.window && at >= doc_start[b * d.Tq + i];
@@ -138,8 +137,7 @@ template <typename T> struct AttentionOperands {
         acc_t<T> s = product * scale;
         return softcap == 0 ? s : softcap * std::tanh(s / softcap);
     }
-    // The derivative of the cap, at the capped score s: tanh' = 1 - tanh^2, and here tanh is
-    // s / softcap.
+    // The derivative of the cap, at the capped score s: 1 - tanh^2, where tanh is s / softcap.
     LLMC_HD acc_t<T> cap_derivative(acc_t<T> s) const {
         return softcap == 0 ? 1 : 1 - s / softcap * (s / softcap);
     }

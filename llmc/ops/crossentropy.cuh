@@ -287,8 +287,7 @@ __device__ inline MaxSum block_join(MaxSum x) {
         warps[threadIdx.x / 32] = x;
     __syncthreads(); // all warps have written
 
-    // Merge the warps in every thread: all get the same bits, without a second barrier to pass
-    // the result on.
+    // Merge the warps in every thread: all get the same bits, and no second barrier is needed.
     MaxSum all;
     for (int w = 0; w < CROSSENTROPY_WARPS; w++)
         all = join(all, warps[w]);
@@ -375,8 +374,7 @@ __global__ void crossentropy_sum_kernel(float* row_max, float* sum_exp, float* t
     if (!FIND) mine.max = row_max[n];
     mine = block_join(part_of_row<P, FIND>(mine, row, V));
 
-    // One thread writes. A shard without the target gives 0, so that the sum over shards
-    // is its logit.
+    // One thread writes. A shard without the target gives 0: the sum over shards is its logit.
     if (threadIdx.x > 0) return;
     if (FIND) row_max[n] = mine.max;
     sum_exp[n] = mine.sum;
@@ -450,8 +448,7 @@ __global__ void crossentropy_forward_backward_kernel(float* losses, T* logits, c
     for (size_t n = blockIdx.x, own; n < N; n += gridDim.x) {
         T* row = logits + n * Vp; // (Vp)
 
-        // Read the target's logit before block_join's barrier: afterwards the gradient
-        // may overwrite it.
+        // Read the target's logit before block_join's barrier; the gradient may overwrite it then.
         float target = in_shard(targets[n], 0, V, &own) ? to_float(row[own]) : 0;
         MaxSum all = block_join(part_of_row<P, true, LOADS>(MaxSum(), row, V));
         if (threadIdx.x == 0)

@@ -72,8 +72,7 @@ void embedding_backward_weight(acc_t<T>* dwte, acc_t<T>* dwpe,          // (Vp,C
     if (!accumulate && dwpe)
         zero(dwpe, P, C);
 
-    // A thread owns a block of columns and walks all rows, so no two threads add to
-    // the same element.
+    // A thread owns a block of columns and walks all rows: no two threads add to the same element.
     constexpr size_t COLUMNS = 128;
     #pragma omp parallel for
     for (size_t c0 = 0; c0 < C; c0 += COLUMNS) {
@@ -175,8 +174,7 @@ __global__ void embedding_sort_kernel(int* sorted, int* counts, const int* rows,
             peers &= digit >> bit & 1 ? ones : ~ones;
         }
 
-        // Place the row after the rows of its peers in lower lanes. The first peer
-        // counts all peers.
+        // Place the row after its peers' rows in lower lanes. The first peer counts all peers.
         int before = __popc(peers & ((1u << lane) - 1));
         int at = next[digit] + before;
         __syncwarp(); // all lanes have read next

@@ -50,15 +50,13 @@ inline double fast_tanh(double x) { return std::tanh(x); }
 // exp(x) for x <= 88, in half the instructions; a softmax needs only x <= 0, below its maximum. The
 // relative error is below 2e-7. It is 0 below -88; a NaN stays NaN.
 inline float fast_exp_nonpositive(float x) {
-    // Split x / ln2 = n + f with |f| <= 1/2. The second term is the part of 1 / ln2
-    // that 1.44269502f lacks.
+    // Split x / ln2 = n + f, |f| <= 1/2. The second term is what 1.44269502f lacks of 1 / ln2.
     float shifted = x * 1.44269502f + 12582912.0f;
     float n = shifted - 12582912.0f;
     float f = std::fma(x, 1.44269502f, -n); // exact
     f += x * 1.92596299e-8f;
 
-    // Evaluate 2^f to 2e-8, exactly 1 at 0. Pairs of terms wait for each other less than
-    // a chain would.
+    // Evaluate 2^f to 2e-8, exactly 1 at 0. Pairs of terms wait for each other less than a chain.
     float ff = f * f;
     float p = 6.931472421e-1f * f + 1.0f;
     float q = 5.550310388e-2f * f + 2.402265221e-1f;

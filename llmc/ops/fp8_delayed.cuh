@@ -119,8 +119,7 @@ static __global__ void fp8_next_scales_kernel(Fp8History h, Fp8Rule rule) {
     size_t past = size_t(rule.length - 1);
     if (slot >= h.slots) return; // a whole warp leaves
 
-    // Find the largest of the past, without NaNs. The bits of floats above 0 have
-    // the floats' order.
+    // Find the largest of the past, without NaNs. The bits of floats above 0 are in their order.
     float most = 0;
     const float* ring = h.past + slot * past; // (past)
     for (size_t i = lane; i < past; i += 32)

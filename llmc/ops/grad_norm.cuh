@@ -28,8 +28,7 @@ struct Betas {
 
 // Compute a step's bias corrections once, instead of in every thread of the optimizer.
 LLMC_HD inline void correct_bias(StepScale* s, Betas betas) {
-    if (betas.first == 0 && betas.second == 0)
-        return;
+    if (betas.first == 0 && betas.second == 0) return;
     s->correct1 = bias_correction(betas.first, s->step);
     s->correct2 = bias_correction(betas.second, s->step);
 }
@@ -172,8 +171,7 @@ inline void grad_squares(double* sums, const float* grad, size_t n, cudaStream_t
 
 // Add the sums, more than NORM_RUN of them first run by run, in place, and conclude the step.
 inline void grad_norm_finish(StepScale* out, double* sums, size_t count, float clip,
-                             cudaStream_t stream, const LossScaling& rule = {},
-                             Betas betas = {}) {
+                             cudaStream_t stream, const LossScaling& rule = {}, Betas betas = {}) {
     bool runs = count > NORM_RUN;
     unsigned grid = unsigned(ceil_div(count, NORM_RUN));
     if (runs)

@@ -131,9 +131,7 @@ __global__ void grouped_bias_backward_kernel(float* dbias, const T* dout, Groupe
 
 // A warp takes a row at a time.
 template <typename T>
-__global__ void grouped_bias_gates_kernel(float* dgates,
-                                          const T* dout,
-                                          const T* bias,
+__global__ void grouped_bias_gates_kernel(float* dgates, const T* dout, const T* bias,
                                           GroupedBias<float> x) {
     size_t C = x.g.OC;
     size_t e = blockIdx.y;
@@ -157,8 +155,7 @@ __global__ void grouped_bias_gates_kernel(float* dgates,
 
 // The grid does not depend on the experts' rows, which the host does not know.
 template <typename T>
-void grouped_bias_forward(T* out, const T* bias, const GroupedBias<float>& x,
-                          cudaStream_t stream) {
+void grouped_bias_forward(T* out, const T* bias, const GroupedBias<float>& x, cudaStream_t stream) {
     dim3 grid(BIAS_BLOCKS, unsigned(x.g.E));
     launch(grouped_bias_forward_kernel<T>, grid, BIAS_THREADS, stream, out, bias, x);
 }

@@ -121,8 +121,7 @@ void grouped_backward_weight(acc_t<T>* dw, const T* dout, const T* inp, // (E,OC
                              const Groups& g, bool accumulate, Blas& blas, Cpu where) {
     size_t matrix = g.OC * g.IC;
     for (size_t e = 0; e < g.E; e++) {
-        // The first block of rows writes, the others add. Without rows there is no
-        // block: write zeros.
+        // The first block of rows writes, the others add. Without rows there is none: write zeros.
         bool adds = accumulate;
         if (!adds && g.starts[e] == g.starts[e + 1])
             std::fill_n(dw + e * matrix, matrix, acc_t<T>(0));
@@ -163,14 +162,10 @@ __device__ void read_grouped_tile(float* tile, const T* x, Strides s, // (k,i) a
     }
 }
 
-// Compute one tile: out (rows,cols) = or += the sum over K of a(k,i) b(k,j). All threads
-// must call it.
+// One tile: out (rows,cols) = or += the sum over K of a(k,i) b(k,j). All threads must call it.
 template <typename T, typename O>
-__device__ void grouped_tile(O* out, size_t out_row,
-                             const T* a, Strides sa,
-                             const T* b, Strides sb,
-                             size_t rows, size_t cols, size_t K,
-                             bool accumulate) {
+__device__ void grouped_tile(O* out, size_t out_row, const T* a, Strides sa, const T* b, Strides sb,
+                             size_t rows, size_t cols, size_t K, bool accumulate) {
     LLMC_SHARED(float, tile_a, GROUPED_K * GROUPED_TILE);
     LLMC_SHARED(float, tile_b, GROUPED_K * GROUPED_TILE);
 

@@ -147,8 +147,7 @@ __device__ void write_pair(O* out, float left, float right, bool accumulate) {
     store(out, Pack<O, 2>{{from_acc<O>(left), from_acc<O>(right)}});
 }
 
-// Compute one tile of out (rows,columns) = or += the sum over K of a and b. All threads
-// must call it.
+// One tile of out (rows,columns) = or += the sum over K of a and b. All threads must call it.
 template <bool A, bool B, typename T, typename O>
 __device__ void expert_tile(O* out, int stride, const Lines<T>& a, const Lines<T>& b,
                             int rows, int columns, int K, bool accumulate) {
@@ -212,8 +211,7 @@ __device__ void expert_tile(O* out, int stride, const Lines<T>& a, const Lines<T
 // The number of tiles that cover n rows or columns.
 LLMC_HD constexpr int tiles_of(int n) { return (n + EXPERT_TILE - 1) / EXPERT_TILE; }
 
-// first[e] (E+1) = the number of tiles of the experts before e. `across` is the number of tiles
-// side by side.
+// first[e] (E+1) = the number of tiles of the experts before e, of which `across` are side by side.
 inline __device__ void count_tiles(int* first, const int* starts, int E, int across) {
     int lane = threadIdx.x % 32;
     int before = 0;
@@ -261,8 +259,7 @@ __global__ void __launch_bounds__(EXPERT_THREADS, 2) // blocks on an SM
     count_tiles(first, g.starts, int(g.E), across);
 
     for (int tile = blockIdx.x; tile < first[g.E]; tile += gridDim.x) {
-        // Find the tile's expert, columns and rows. Tiles that share columns of
-        // W_e are consecutive.
+        // Find the tile's expert, columns, rows. Tiles that share columns of W_e are consecutive.
         int e = expert_of(first, int(g.E), tile);
         int high = (first[e + 1] - first[e]) / across; // tiles of rows
         int j = (tile - first[e]) / high * EXPERT_TILE;

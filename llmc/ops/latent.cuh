@@ -96,8 +96,7 @@ void latent_heads_backward(T* dkv, T* dk_rope, size_t rope_stride, // (N,NH,kv) 
         for (size_t h = 0; h < d.NH; h++) {
             size_t row = n * d.NH + h;
 
-            // Copy this head's own parts. The zeros after a value had no effect, so their
-            // gradient is dropped.
+            // Copy this head's parts. The zeros after a value had no effect: drop their gradient.
             T* to = dkv + row * d.kv();
             std::copy_n(dk + row * d.HS, plain, to);
             std::copy_n(dv + row * d.HS, d.HS_v, to + plain);

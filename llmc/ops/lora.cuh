@@ -229,8 +229,7 @@ void lora_rows_forward(T* out, const T* inp, const Lora* adapters, const LoraRun
     // Fill tables.
     for (const LoraRows& run : runs) {
         const Lora& l = adapters[run.adapter];
-        if (!l.rank || !lora_by_row(run, l, stream))
-            continue;
+        if (!l.rank || !lora_by_row(run, l, stream)) continue;
         for (size_t row = run.first; row < run.first + run.rows; row++) {
             table.rows[count++] = {l.a, l.b, row, unsigned(l.rank), float(l.scale)};
             if (count == LORA_LAUNCH_ROWS) flush();
@@ -251,8 +250,7 @@ void lora_batch_forward(T* out, const T* inp, const Lora* adapters, // (N,OC) (N
     // Long runs take the two products, each on its own.
     for (const LoraRows& run : runs) {
         const Lora& l = adapters[run.adapter];
-        if (!l.rank || lora_by_row(run, l, where))
-            continue;
+        if (!l.rank || lora_by_row(run, l, where)) continue;
         lora_forward(out + run.first * OC, inp + run.first * IC, l, room, run.rows, OC, IC, blas,
                      where);
     }

@@ -146,8 +146,7 @@ struct Blas {
     void* room = nullptr; // (N,r) between the two products of an adapter
 #ifdef WITH_ONEDNN
     dnnl::engine engine = dnnl::engine(dnnl::engine::kind::cpu, 0);
-    // Products made so far: [0] by all threads of the rank, [1 + t] by thread t alone within
-    // a parallel region.
+    // Products made so far: [0] by all threads of the rank, [1 + t] by thread t in a region.
     typedef std::map<ProductKey, MadeProduct> Products;
     std::vector<Products> made = std::vector<Products>(1 + size_t(threads_here(Cpu{})));
 #endif
@@ -283,8 +282,7 @@ void matmul_plain(O* out, const T* a, const T* b, const T* bias, const O* residu
 // multiplies pairs of bf16 along K, and oneDNN 2.6 answers K = 63 with wrong sums or an illegal
 // instruction. So odd lengths, which no model's channels have, go to our loops.
 inline bool onednn_takes(Type t, size_t K) {
-    if (t == Type::BF16)
-        return K % 2 == 0 && onednn_takes_bf16();
+    if (t == Type::BF16) return K % 2 == 0 && onednn_takes_bf16();
     return t == Type::F32;
 }
 
@@ -309,8 +307,7 @@ inline dnnl::primitive_attr product_attr() {
     return attr;
 }
 
-// Describe a product: sizes, strides, post-ops, and with them the scratch. It is cheap: nothing
-// is compiled yet.
+// Describe a product: sizes, strides, post-ops, and with them the scratch. Nothing is compiled yet.
 inline dnnl::matmul::primitive_desc describe_product(const dnnl::engine& engine, const Product& p,
                                                      Type in, Type out, bool bias, bool residual) {
     // Describe the operands. A packed b may have any layout.
@@ -330,8 +327,7 @@ inline dnnl::matmul::primitive_desc describe_product(const dnnl::engine& engine,
     attr.set_post_ops(post);
 
     // Pass the bias as a matrix of one row, which oneDNN broadcasts.
-    if (!bias)
-        return onednn_product(engine, attr, a, b, o);
+    if (!bias) return onednn_product(engine, attr, a, b, o);
     return onednn_product(engine, attr, a, b, matrix_desc(1, p.N, in, {p.N, 1}), o);
 }
 
@@ -423,8 +419,7 @@ inline size_t onednn_scratch_bytes(const Product& p, Type in, Type out, bool bia
     ProductKey key = product_key(p, in, out, bias, residual, size_t(threads_here(Cpu{})));
     std::lock_guard<std::mutex> lock(mutex);
     auto known = answers.find(key);
-    if (known != answers.end())
-        return known->second;
+    if (known != answers.end()) return known->second;
 
     dnnl::engine engine(dnnl::engine::kind::cpu, 0);
     MadeProduct m = make_product(engine, p, in, out, bias, residual);
@@ -523,8 +518,7 @@ struct GpuLayout {
     size_t rows, cols, ld;
 };
 
-// Describe a matrix of ours (rows,cols), one of whose strides is 1. With one row or one column both
-// may be 1.
+// Describe a matrix (rows,cols), one of whose strides is 1; with one row or one column both may be.
 inline GpuLayout gpu_layout(Strides s, size_t rows, size_t cols) {
     bool by_rows = s.column == 1 && (s.row >= cols || rows == 1);
     if (by_rows)
@@ -689,8 +683,7 @@ void run_chosen(Blas& blas, GpuProduct& g, const ProductKey& key, size_t align, 
     if (blas.rehearsing && !g.chosen) {
         double best = 1e30;
         for (const GpuAlgorithm& candidate : gpu_candidates(blas, g, align)) {
-            if (run(candidate) != CUBLAS_STATUS_SUCCESS)
-                continue;
+            if (run(candidate) != CUBLAS_STATUS_SUCCESS) continue;
             double seconds = gpu_seconds([&] { run(candidate); }, 5, stream);
             if (seconds >= best) continue;
             best = seconds;
@@ -728,8 +721,7 @@ void matmul(O* out, const T* a, const T* b, const T* bias, const O* residual, co
     run_chosen(blas, g, key, align, run, stream);
 }
 
-// Raise this number when other algorithms become allowed: choices of older programs are
-// then measured again.
+// Raise this number when other algorithms become allowed: older choices are then measured again.
 constexpr int CHOICES_VERSION = 2;
 
 // The file of choices: one line a product, its key and the algorithm's eight words. Choices hold

@@ -97,8 +97,7 @@ __device__ void load_a(uint32_t (&a)[4], const T* tile, int row, int k) {
     int at = tile_at<D>(lane % 16, lane / 16);
     ldmatrix_x4(a, tile + row * D + tile_behind<D>(at, 2 * k));
 }
-// Load rows [row, row + 16) as columns, with channels [16 k, 16 k + 16) to sum over:
-// two second operands.
+// Load rows [row, row + 16) as columns, channels [16 k, 16 k + 16) to sum over: two operands b.
 template <int D, typename T>
 __device__ void load_b(uint32_t (&b)[4], const T* tile, int row, int k) {
     // b[0], b[1] are rows 0-7, b[2], b[3] rows 8-15.
@@ -106,8 +105,7 @@ __device__ void load_b(uint32_t (&b)[4], const T* tile, int row, int k) {
     int at = tile_at<D>(lane / 16 * 8 + lane % 8, lane / 8 % 2);
     ldmatrix_x4(b, tile + row * D + tile_behind<D>(at, 2 * k));
 }
-// Load rows [row, row + 16) to sum over, with channels [8 c, 8 c + 16) as columns:
-// two second operands.
+// Load rows [row, row + 16) to sum over, with channels [8 c, 8 c + 16) as columns: two operands b.
 template <int D, typename T>
 __device__ void load_b_rows(uint32_t (&b)[4], const T* tile, int row, int c) {
     // The load transposes: b[0], b[1] are channels 0-7, b[2], b[3] channels 8-15.
@@ -116,8 +114,7 @@ __device__ void load_b_rows(uint32_t (&b)[4], const T* tile, int row, int c) {
     ldmatrix_x4_t(b, tile + tile_behind<D>(at, c));
 }
 
-// Load rows [row, row + 16) to sum over, with channels [8 c, 8 c + 16) as rows of
-// the first operand.
+// Load rows [row, row + 16) to sum over, with channels [8 c, 8 c + 16) as rows of operand a.
 template <int D, typename T>
 __device__ void load_a_rows(uint32_t (&a)[4], const T* tile, int row, int c) {
     // The load transposes: a[0], a[2] are channels 0-7, a[1], a[3] channels 8-15.

@@ -506,8 +506,7 @@ constexpr size_t SORTED_SLOTS = 1024;  // that a warp places, at least
 // The first candidate in a warp, returned to every lane.
 __device__ inline ExpertChoice<float> warp_first(ExpertChoice<float> x) {
     for (int mask = 16; mask > 0; mask /= 2) {
-        // Take the partner's candidate if it comes first. Of two equal ones both lanes
-        // keep the same.
+        // Take the partner's candidate if it comes first. Of two equal ones both keep the same.
         ExpertChoice<float> y;
         y.value = __shfl_xor_sync(ALL_LANES, x.value, mask);
         y.id = __shfl_xor_sync(ALL_LANES, x.id, mask);
@@ -516,8 +515,7 @@ __device__ inline ExpertChoice<float> warp_first(ExpertChoice<float> x) {
     return x;
 }
 
-// The sums of a row, returned to every lane. Lane j < K passes the j-th chosen expert as
-// `id`, others -1.
+// The sums of a row, for every lane. Lane j < K passes the j-th chosen expert as `id`, others -1.
 __device__ inline RouteSums<float> warp_route_sums(const float* logits, int id, const Routing& r) {
     // Find the maximum first, because exponents are differences to it.
     unsigned lane = threadIdx.x % 32;
@@ -621,8 +619,7 @@ __global__ void route_backward_kernel(T* dlogits, const float* dgates, const flo
                     * expert_share<float>(b, r, n, e);
     sums.balances = warp_sum(balances);
 
-    // Walk the experts. All lanes make the same number of rounds, because each asks the others
-    // for the choices.
+    // Walk the experts. All lanes make the same rounds: each asks the others for the choices.
     for (size_t e0 = 0; e0 < r.E; e0 += 32) {
         size_t e = e0 + lane;
         float g = 0;
@@ -983,11 +980,9 @@ void gated_swiglu_forward(T* h, const T* gate, const T* up, const float* gates, 
 }
 
 template <typename T>
-void gated_swiglu_backward(T* dgate, T* dup, float* dgates,
-                           const T* dh, const T* gate, const T* up,
-                           const float* gates, const int* slot_of, const int* rows,
-                           size_t M, size_t F, cudaStream_t stream,
-                           const ExpertGate& kind = {}) {
+void gated_swiglu_backward(T* dgate, T* dup, float* dgates, const T* dh, const T* gate, const T* up,
+                           const float* gates, const int* slot_of, const int* rows, size_t M,
+                           size_t F, cudaStream_t stream, const ExpertGate& kind = {}) {
     bool vector = can_vectorize<T>(F, dgate, dup, dh, gate, up);
     pick_row_kernel<T>(F, vector, [&](auto P, auto WARPS) {
         launch(gated_swiglu_backward_kernel<T, P, WARPS>, row_grid<WARPS>(M), row_block<WARPS>(),

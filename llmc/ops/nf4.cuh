@@ -245,8 +245,7 @@ void int4_quantize(uint8_t* codes, float* scales, const T* x, size_t rows, size_
             // Write the codes. After an odd last element the lower half stays zero.
             for (size_t c = c0; c < end; c++) {
                 size_t i = r * cols + c;
-                // Clamp: the largest positive number is 7.5 steps above 0, but the last
-                // code only 7.
+                // Clamp: the largest positive number is 7.5 steps above 0, the last code only 7.
                 float value = float(to_acc(x[i]));
                 float q = std::rint(value * back) + INT4_ZERO;
                 q = std::min(15.0f, std::max(0.0f, q));

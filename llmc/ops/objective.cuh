@@ -133,16 +133,16 @@ LLMC_HD inline double minus_log_sigmoid(double x) {
 // The loss of one pair, by the table at the head of this file. w (won) is the chosen sequence, l
 // (lost) the rejected one; each has at least one target.
 LLMC_HD inline PairLoss pair_loss(Objective o, const SequenceSum& w, const SequenceSum& l) {
+    using enum LossKind;
     double mean_w = w.y / w.targets, mean_l = l.y / l.targets;
     switch (o.kind) {
-    case LossKind::NLL:
-    case LossKind::DISTILL:
-    case LossKind::KTO:
-    case LossKind::GRPO: break;
+    case NLL:
+    case DISTILL:
+    case KTO:
+    case GRPO: break;
 
-    // The policy's lead, less the reference's. Label smoothing takes a fraction e of
-    // pairs as swapped.
-    case LossKind::DPO: {
+    // The policy's lead, less the reference's. Label smoothing takes a part e of pairs as swapped.
+    case DPO: {
         double e = o.smoothing;
         double u = o.beta * (w.y - w.reference - (l.y - l.reference));
         double c = o.beta * ((1 - e) * sigmoid(-u) - e * sigmoid(u));
@@ -150,14 +150,14 @@ LLMC_HD inline PairLoss pair_loss(Objective o, const SequenceSum& w, const Seque
     }
 
     // The lead should be 1 / (2 beta) and no more. Means are over tokens, as in the authors' code.
-    case LossKind::IPO: {
+    case IPO: {
         double d = (w.y - w.reference) / w.targets - (l.y - l.reference) / l.targets;
         double off = d - 1 / (2 * o.beta);
         return {off * off, o.beta * d, -2 * off / w.targets, 2 * off / l.targets};
     }
 
     // The chosen sequence should be likelier per token, by the margin gamma.
-    case LossKind::SIMPO: {
+    case SIMPO: {
         double u = o.beta * (mean_w - mean_l);
         double c = o.beta * sigmoid(o.gamma - u);
         return {minus_log_sigmoid(u - o.gamma), u, c / w.targets, -c / l.targets};
@@ -165,7 +165,7 @@ LLMC_HD inline PairLoss pair_loss(Objective o, const SequenceSum& w, const Seque
 
     // The chosen sequence's own loss, and the ratio of the odds p / (1 - p) per token. p stays
     // below 1: the odds of a certain token would be infinite.
-    case LossKind::ORPO: {
+    case ORPO: {
         double none_w = -expm1(fmin(mean_w, -1e-12));
         double none_l = -expm1(fmin(mean_l, -1e-12));
         double odds = mean_w - log(none_w) - (mean_l - log(none_l));
@@ -232,8 +232,7 @@ struct RowTerm {
 // exponent, here and below, bounds the weight of a token.
 LLMC_HD inline RowTerm kl_term(Objective o, double x) {
     if (o.beta == 0) return {0, 0};
-    if (o.kl == KlEstimate::K2)
-        return {x * x / 2, x};
+    if (o.kl == KlEstimate::K2) return {x * x / 2, x};
     double inverse = exp(fmin(-x, 20.0)); // p of the reference over p of the policy
     return {inverse - 1 + x, 1 - inverse};
 }

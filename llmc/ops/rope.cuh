@@ -77,10 +77,8 @@ inline double llama3_stretched(double f, const RopeScaling& s) {
     double P0 = s.original_positions;
 
     // Short waves stay, long waves are stretched, those in between are blended.
-    if (wavelength < P0 / s.high_freq_factor)
-        return 0;
-    if (wavelength > P0 / s.low_freq_factor)
-        return 1;
+    if (wavelength < P0 / s.high_freq_factor) return 0;
+    if (wavelength > P0 / s.low_freq_factor) return 1;
     return 1 - (P0 / wavelength - s.low_freq_factor) /
                    (double(s.high_freq_factor) - s.low_freq_factor);
 }

@@ -38,8 +38,7 @@ struct SplitFloat {
 // Split a master into its weight, rounded to nearest, and its remainder.
 LLMC_HD inline SplitFloat split_float(float x) {
     uint32_t u = bits_as<uint32_t>(x);
-    // Keep only a NaN's upper half, with a bit set that keeps it a NaN: rounding could carry it
-    // into a zero.
+    // Keep a NaN's upper half, with a bit set that keeps it a NaN: rounding could make it a zero.
     if ((u & 0x7fffffff) > 0x7f800000)
         u = (u | 0x400000) & 0xffff0000;
     return {uint16_t((u + 0x8000) >> 16), uint16_t(u)};
@@ -69,11 +68,9 @@ LLMC_HD inline size_t state_bytes(size_t n, bool small) {
 LLMC_HD inline float dynamic_value(bool is_signed, int code) {
     // Zero and the largest code, 1, belong to no decade.
     int zero = is_signed ? 127 : 0;
-    if (code == zero || code == 255)
-        return code == 255;
+    if (code == zero || code == 255) return code == 255;
 
-    // Find the decade and the place in it. The value is the middle of one of n equal parts
-    // of [0.1, 1].
+    // Find the decade, and the place in it: the value is the middle of an nth of [0.1, 1].
     int at = code > zero ? code - zero - 1 : zero - 1 - code;
     int n = is_signed ? 1 : 2;
     int decade = 0;
@@ -83,8 +80,7 @@ LLMC_HD inline float dynamic_value(bool is_signed, int code) {
         decade++;
     }
 
-    // Numerator and denominator are exact, so the division rounds once and gives
-    // the same everywhere.
+    // Numerator and denominator are exact: the division rounds once, the same everywhere.
     double below = 20.0 * n;
     for (int i = decade; i < 6; i++) {
         below *= 10;

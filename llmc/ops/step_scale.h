@@ -28,8 +28,7 @@ struct StepScale {
     int finite;   // 0: the optimizer writes nothing
     int64_t step; // optimizer steps done, this one included
     LossScale loss = {}; // fp16: the scale of the next step
-    // AdamW's 1 / (1 - beta^step), or 0: not computed here, each thread of AdamW
-    // computes them itself.
+    // AdamW's 1 / (1 - beta^step), or 0: each thread of AdamW computes its own.
     double correct1 = 0, correct2 = 0;
     StepNumbers given = {}; // written by the host before the step
 };

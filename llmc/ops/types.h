@@ -45,8 +45,7 @@ struct Cpu {};
 inline thread_local int this_rank = 0; // only the messages below read it
 
 // Print the message, a printf format and its values, and end the job. Several ranks often find the
-// same mistake: the other ranks give rank 0 two seconds to report it and end the job. Within a
-// process only one thread reports.
+// same mistake: the others give rank 0 two seconds to report it. Only one thread reports.
 [[noreturn]] __attribute__((format(printf, 1, 2))) inline void die(const char* format, ...) {
     static std::atomic_flag said;
     if (this_rank > 0) sleep(2);
@@ -99,8 +98,7 @@ LLMC_HD inline To bits_as(From x) {
     return y;
 }
 
-// Convert to float, exactly. A type without an overload is refused, so that nothing is
-// converted by accident.
+// Convert to float, exactly. A type without an overload is refused: no conversion is an accident.
 template <typename T> LLMC_HD float to_float(T) = delete;
 LLMC_HD inline float to_float(float x) { return x; }
 LLMC_HD inline float to_float(bf16 x) {
@@ -117,8 +115,7 @@ LLMC_HD inline float to_float(fp16 x) {
 #if defined(__CUDA_ARCH__)
     return __half2float(__ushort_as_half(x.bits));
 #else
-    // Put exponent and mantissa where a float has them. The result is the value times 2^-112,
-    // for subnormals too.
+    // Put exponent and mantissa where a float has them: the value times 2^-112, for subnormals too.
     uint32_t u = (x.bits & 0x7fffu) << 13;
     uint32_t sign = uint32_t(x.bits & 0x8000u) << 16;
     float f = bits_as<float>(u) * 0x1p112f;
@@ -164,8 +161,7 @@ template <> LLMC_HD inline fp16 from_acc<fp16>(float f) {
 
     // Return a NaN, and infinity for 65520 and more, before the arithmetic below.
     if (u > 0x7f800000) return {uint16_t(sign | 0x7e00)};
-    if (u >= 0x477ff000)
-        return {uint16_t(sign | 0x7c00)};
+    if (u >= 0x477ff000) return {uint16_t(sign | 0x7c00)};
 
     // Round a subnormal by adding 0.5: one unit in the last place of that sum is 2^-24.
     if (u < 0x38800000)

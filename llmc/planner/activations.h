@@ -181,8 +181,7 @@ struct Instant {
 
 // The number of a datum in Instant, or -1 if no choice changes its bytes.
 inline int chosen_datum(const Model& model, Data d) {
-    if (of_bucket(d.kind) || !model.is_block(d.of))
-        return -1;
+    if (of_bucket(d.kind) || !model.is_block(d.of)) return -1;
     switch (d.kind) {
     case Kind::KEPT_B:
     case Kind::REDO_B: return 3 * d.of;
@@ -244,8 +243,7 @@ inline std::vector<Instant> instants_of(const Arena& leanest, const Plan& p, con
 // Return the peak of live bytes, for levels of all layers and those that are `away`, if any. If the
 // peak exceeds `limit`, the result is only some number above it.
 inline size_t live_bytes(const std::vector<Instant>& instants, const BlockCosts& costs,
-                         const std::vector<Recompute>& levels,
-                         const std::vector<bool>& away = {},
+                         const std::vector<Recompute>& levels, const std::vector<bool>& away = {},
                          size_t limit = SIZE_MAX) {
     size_t most = 0;
     for (size_t i = 0; i < instants.size() && most <= limit; i++) {
@@ -313,8 +311,7 @@ template <typename T, typename S> struct ActivationSearch {
 };
 
 // Return the seconds of a rank's compute and moves, and how many of them it waits for moves.
-inline std::pair<double, double> seconds_alone(Plan p, const Model& model,
-                                               const CostModel& cost) {
+inline std::pair<double, double> seconds_alone(Plan p, const Model& model, const CostModel& cost) {
     auto meets = [](const Action& a) { return needs_others(a.op); };
     std::erase_if(p.actions, meets);
     StepTime step = simulate_step({p}, model, action_cost(cost, model));
@@ -349,8 +346,7 @@ template <typename T, typename S>
 size_t least_bytes(ActivationSearch<T, S>& s, int number, size_t limit) {
     size_t& known = s.least[number];
     bool open = s.list[number].segment > 1; // the sum knows no segments
-    if (open || known > limit || s.tried.count(number))
-        return known;
+    if (open || known > limit || s.tried.count(number)) return known;
 
     // Offloading to the memory where the step runs frees nothing.
     take_choice(s, s.list[number]);

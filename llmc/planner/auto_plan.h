@@ -226,8 +226,7 @@ std::string refuse_room(const PlanQuestion& q, const Answer& a, S where) {
     for (auto& [flag, value] : flags) {
         // On the CPU, offloading frees nothing, as bytes_with() shows: it is the same memory.
         double bytes = bytes_with(flag, value);
-        if (bytes >= best || t.host > q.host_room)
-            continue;
+        if (bytes >= best || t.host > q.host_room) continue;
         best = bytes;
         fix = concat("--", flag, " ", value, ", which frees most, ", bytes_text(least - bytes),
                      bytes <= q.room ? ", and fits" : "; more ranks or a smaller --model too");

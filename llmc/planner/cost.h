@@ -167,8 +167,7 @@ inline double tier_rate(const Machine& machine, Tier tier) {
 }
 
 // Return the seconds of a move between tiers, one way.
-inline double move_seconds(const CostModel& c, const Plan& p, const Model& model,
-                           const Action& a) {
+inline double move_seconds(const CostModel& c, const Plan& p, const Model& model, const Action& a) {
     if (!c.bytes) return 0;
 
     // Add up the bytes. The rate is that of the tier that they leave the device for, or come from.
@@ -190,42 +189,43 @@ inline double move_seconds(const CostModel& c, const Plan& p, const Model& model
 // Return the parts of an action, once all of its ranks have arrived.
 inline Times action_seconds(const CostModel& c, const Plan& p, const Model& model,
                             const Action& a) {
+    using enum Op;
     Times t;
     double latency = p.layout.world() > 1 ? c.machine.latency_us * 1e-6 : 0;
     switch (a.op) {
     // Layers, including the messages inside them.
-    case Op::F:
-    case Op::B:
-    case Op::I:
-    case Op::W:
-    case Op::R: return layer_seconds(c, p, model, a);
-    case Op::TIE: return tie_seconds(c, p, model, a.bucket);
+    case F:
+    case B:
+    case I:
+    case W:
+    case R: return layer_seconds(c, p, model, a);
+    case TIE: return tie_seconds(c, p, model, a.bucket);
 
     // Agreement of all ranks on a few numbers: latency alone.
-    case Op::COUNT: t.data = latency; break;
-    case Op::NORM:
+    case COUNT: t.data = latency; break;
+    case NORM:
         t.update = norm_seconds(c, p, model);
         t.data = 2 * latency;
         break;
     // UPDATE counts the bytes of momentum.
-    case Op::MUON:
+    case MUON:
         if (a.chunk < 0) t.update = muon_seconds(c, p, model);
         break;
-    case Op::UPDATE: t.update = update_seconds(c, p, model, a.bucket, a.chunk); break;
+    case UPDATE: t.update = update_seconds(c, p, model, a.bucket, a.chunk); break;
 
     // Collectives in the plan's own queue.
-    case Op::SENDRECV: t.pipeline = exchange_seconds(c, p, model, a); break;
-    case Op::REDUCE: t.data = reduce_seconds(c, p, model, a.bucket); break;
-    case Op::GATHER: t.data = gather_seconds(c, p, model, a.bucket); break;
-    case Op::PUBLISH: t.data = publish_seconds(c, p, model, a.bucket); break;
+    case SENDRECV: t.pipeline = exchange_seconds(c, p, model, a); break;
+    case REDUCE: t.data = reduce_seconds(c, p, model, a.bucket); break;
+    case GATHER: t.data = gather_seconds(c, p, model, a.bucket); break;
+    case PUBLISH: t.data = publish_seconds(c, p, model, a.bucket); break;
 
-    case Op::FETCH:
-    case Op::PARK: t.moves = move_seconds(c, p, model, a); break;
+    case FETCH:
+    case PARK: t.moves = move_seconds(c, p, model, a); break;
 
     // The host's part takes no time here.
-    case Op::LOAD:
-    case Op::RELEASE:
-    case Op::SQUARE: break;
+    case LOAD:
+    case RELEASE:
+    case SQUARE: break;
     }
     return t;
 }

@@ -180,9 +180,8 @@ inline std::string parts_text(const StepTime& step) {
 }
 
 // Predict a step. tokens: of a step, over all ranks. before: time before it, not in the trace.
-inline Prediction predict_step(const Layout& layout, const Model& model,
-                               const PlanOptions& options, const CostModel& cost, double tokens,
-                               const Times& before = {}) {
+inline Prediction predict_step(const Layout& layout, const Model& model, const PlanOptions& options,
+                               const CostModel& cost, double tokens, const Times& before = {}) {
     // Time the plans that a run with these flags would execute.
     std::vector<Plan> plans = make_plans(layout, model, options);
     StepTime step = simulate_step(plans, model, action_cost(cost, model));

@@ -88,20 +88,21 @@ struct Simulator {
 typedef std::array<int, 5> Meeting;
 inline std::vector<Meeting> meetings_of(const Plan& p, int number, bool has_mates,
                                         std::map<std::pair<int, int>, int>& sent) {
+    using enum Op;
     const Layout& x = p.layout;
     const Action& a = p.actions[number];
     int op = int(a.op);
     switch (a.op) {
     // COUNT, NORM and MUON join all stages, TIE the two that hold the table.
-    case Op::MUON:
+    case MUON:
         if (a.chunk >= 0) return {}; // momentum is updated without others
         return {{op, a.bucket}};
-    case Op::COUNT:
-    case Op::NORM:
-    case Op::TIE: return {{op, a.bucket}};
+    case COUNT:
+    case NORM:
+    case TIE: return {{op, a.bucket}};
 
     // The k-th message from one stage to another meets the k-th receive there, in this pipeline.
-    case Op::SENDRECV: {
+    case SENDRECV: {
         std::vector<Meeting> all;
         int column = x.dp.rank * x.cp.size + x.cp.rank;
         int pipeline = column * x.tp.size + x.tp.rank;
@@ -114,9 +115,9 @@ inline std::vector<Meeting> meetings_of(const Plan& p, int number, bool has_mate
     }
 
     // Ranks of a stage have equal plans. Collectives inside layers join tp, cp and ep ranks.
-    case Op::GATHER:
-    case Op::REDUCE:
-    case Op::PUBLISH:
+    case GATHER:
+    case REDUCE:
+    case PUBLISH:
         if (!has_mates) return {};
         return {{op, x.pp.rank, number, x.experts.whole ? -1 : x.tp.rank}};
     default:

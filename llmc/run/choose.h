@@ -144,8 +144,7 @@ inline void open_data(Run& run, const LineSource& lines) {
     const LineSource* source = has_conversations(c) ? &lines : nullptr;
     if (train)
         or_die(data_open(&run.data.train, files, Split::TRAIN, apart, run.tokenizer, c.seq,
-                         run.shape.V, c.seed, source,
-                         size_t(c.batch_tokens / c.seq)));
+                         run.shape.V, c.seed, source, size_t(c.batch_tokens / c.seq)));
     or_die(data_open(&run.data.val, apart ? c.val : files, Split::VAL, apart, run.tokenizer, c.seq,
                      run.shape.V, c.seed, source));
 

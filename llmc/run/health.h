@@ -148,8 +148,7 @@ std::string first_bad_weight(const Trainer<T, S>& t) {
         };
         BadValues bad = frozen ? find_bad_frozen(t, p) : find_bad_values<T>(range.count, read);
         size_t all = frozen ? p.local_elements() : range.count;
-        std::string found = bad_values_text(p.name, bad, all);
-        if (!found.empty()) return found;
+        LLMC_TRY(bad_values_text(p.name, bad, all));
     }
     return "";
 }
@@ -284,8 +283,7 @@ std::string bad_gradient(const Trainer<T, S>& t, const Action& a) {
             if (!grad || p.bucket != b) continue;
             size_t n = p.local_elements();
             BadValues bad = find_bad_values(grad + p.offset, n, t.ctx.where);
-            std::string found = bad_values_text("gradient of " + p.name, bad, n);
-            if (!found.empty()) return found;
+            LLMC_TRY(bad_values_text("gradient of " + p.name, bad, n));
         }
     }
     return "";

@@ -227,8 +227,7 @@ inline std::string rewards_by_program(const Run& run, const Rollouts& r,
 // Reward each answer: "" or what is wrong. `asked` lists the exercises of the groups. All ranks
 // call, and get the same.
 inline std::string reward_answers(const Run& run, const Rollouts& r,
-                                  const std::vector<size_t>& asked,
-                                  std::vector<double>* rewards) {
+                                  const std::vector<size_t>& asked, std::vector<double>* rewards) {
     const Config& c = run.config;
     if (!is_verifier(c.reward))
         return rewards_by_program(run, r, asked, rewards);
