@@ -43,8 +43,7 @@ Fp8History fp8_history(const Trainer<T, S>& t) {
 // The slots that products read and fill. An evaluation leaves no maxima.
 template <typename T, typename S>
 Fp8Late late_scales(const Trainer<T, S>& t) {
-    if (t.model.shape.fp8.kind != Fp8::DELAYED)
-        return {};
+    if (t.model.shape.fp8.kind != Fp8::DELAYED) return {};
     // Training notes what it sees; the scales are those of the last step.
     Fp8History h = fp8_history(t);
     bool trains = t.plans[t.plan].mode == Mode::TRAIN;
@@ -81,10 +80,9 @@ template <typename F>
 size_t for_each_cast(const Plan& p, const Model& m, F f) {
     size_t at = 0;
     for (const Parameter& w : m.parameters) {
-        if (w.matrix < 0 || !bucket_is_mine(p.layout, m, w.bucket))
-            continue;
+        if (w.matrix < 0 || !bucket_is_mine(p.layout, m, w.bucket)) continue;
         f(w, at);
-        at += fp8_cast_bytes(w.local_rows(), w.local_cols());
+        at += fp8_cast_bytes(w.local_rows(), w.local_cols(), m.shape.fp8.kind);
     }
     return at;
 }
@@ -97,8 +95,7 @@ template <typename T, typename S>
 std::vector<Fp8Cast> bind_casts(const Trainer<T, S>& t) {
     const Plan& p = t.plans[t.plan];
     auto* base = address<unsigned char>(t, {Kind::CAST});
-    if (!base || !keeps_casts(p, t.model))
-        return {};
+    if (!base || !keeps_casts(p, t.model)) return {};
     std::vector<Fp8Cast> casts(size_t(t.model.matrices));
     for_each_cast(p, t.model, [&](const Parameter& w, size_t at) {
         casts[size_t(w.matrix)].home = base + at;
@@ -132,9 +129,9 @@ Fp8Matrices fp8_matrices(const Trainer<T, S>& t) {
 //                 codes -> GATHERED                     beside the layers before its use, as always
 //   A rank's part of CODES is the codes of its shard, a byte for each element, then the elements of
 //   its shard that are in no matrix, in 16 bits. Parts are as long as the longest needs.
-//   Recipes with scales from the weights themselves do so: `block` and `tensor`. Delayed scaling
-//   wants the maximum of what products see. Generation counts nothing, and offloaded shards are
-//   elsewhere at COUNT: these gather wide.
+//   `block` and `tensor` do so. Delayed scaling wants the maximum of what products see, and under
+//   `mx` W^T has other scales. Generation counts nothing, and offloaded shards are elsewhere at
+//   COUNT: these gather wide.
 //   Bytes: P/d + 2 V for each rank's part of P parameters, V of them in vectors; wide 2 P/d.
 
 // The number of scales of a bucket's matrices.

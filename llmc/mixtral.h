@@ -24,6 +24,7 @@
 //   (expert_capacity.cuh), which then limits M too.
 //   Cost: a block's forward pass takes 2 N C (2 Q + 2 KV + E + 3 K F) FLOPs in products.
 #pragma once
+#include <concepts>
 #include "context.h"
 #include "expert_parallel.h"
 #include "llama.h"
@@ -354,9 +355,8 @@ void widen_slots(Ctx<S>& ctx, const T* tokens, // (ep,N,C)
 // swiglu of all slots, times each slot's gate.
 template <typename T, typename S>
 void gate_slots(Ctx<S>& ctx, const ExpertActs<T>& a, const ExpertGate& kind = {}) {
-    gated_swiglu_forward(a.swiglu, a.gate, a.up, a.gates, a.slots.slot_of,
-                         rows_here(ctx, a.slots), expert_counts(ctx).slots, ctx.shape.F, ctx.where,
-                         kind);
+    gated_swiglu_forward(a.swiglu, a.gate, a.up, a.gates, a.slots.slot_of, rows_here(ctx, a.slots),
+                         expert_counts(ctx).slots, ctx.shape.F, ctx.where, kind);
 }
 
 // The experts' outputs overwrite their inputs, which are no longer needed.
@@ -683,10 +683,10 @@ void block_recompute(Ctx<S>& ctx, const T* inp, const Mixtral::Block& w, const M
     second_branch_recompute(ctx, w, a, level);
 }
 
-// Everything in backward but the gradients of weights.
-template <typename T, typename S>
-void block_backward_input(Ctx<S>& ctx, T* dinp, const T* dout, const T* inp,
-                          const Mixtral::Block& w, const Mixtral::Acts<T>& a) {
+// Everything in backward but the gradients of weights. Deepseek's first branch is another (mla.h).
+template <typename T, typename S, std::derived_from<Mixtral::Block> Block, typename Acts>
+void block_backward_input(Ctx<S>& ctx, T* dinp, const T* dout, const T* inp, const Block& w,
+                          const Acts& a) {
     // Go back through the second branch, which leaves the gradients that W needs.
     second_branch_backward_input(ctx, dout, w, a);
     rmsnorm_backward(ctx, a.dmiddle, a.norm_2_sums, dout, a.dnorm_2, a.middle, w.norm_2,
@@ -697,9 +697,9 @@ void block_backward_input(Ctx<S>& ctx, T* dinp, const T* dout, const T* inp,
 }
 
 // The gradients of weights, from what the input half has left.
-template <typename T, typename S>
-void block_backward_weight(Ctx<S>& ctx, const T* dout, const Mixtral::Block& w,
-                           const Mixtral::Acts<T>& a, bool accumulate) {
+template <typename T, typename S, std::derived_from<Mixtral::Block> Block, typename Acts>
+void block_backward_weight(Ctx<S>& ctx, const T* dout, const Block& w, const Acts& a,
+                           bool accumulate) {
     // Start with the experts' matrices and the router, then take the first branch.
     second_branch_backward_weight(ctx, dout, w, a, accumulate);
     SumsOfRows<T> sums = {{}, {rmsnorm_parts<T>(ctx, w.norm_2, a.norm_2_sums)}};

@@ -429,8 +429,7 @@ void expand_heads(Ctx<S>& ctx,
 // ----------------------------------------------------------------------------
 // latents
 
-// Normalise the latents: the first DC channels of each row of kv_down, copied to a
-// room without gaps.
+// Normalise the latents, the first DC channels of rows of kv_down, copied to a room without gaps.
 template <typename T, typename S>
 void norm_latents(Ctx<S>& ctx,
                   const Deepseek::Block& w,
@@ -603,8 +602,7 @@ void first_branch_backward_weight(Ctx<S>& ctx,
         linear_backward_weight(weight, nullptr, dy, x, N, accumulate, ctx.blas, ctx.where);
     };
 
-    // Matrices of the heads first, then those that read the stream. Without a latent q is
-    // one of these.
+    // Matrices of the heads first, then those that read the stream: without a latent q is one.
     row_parallel_backward_weight(ctx, w.o, a.dmiddle, a.dmiddle_all, a.attention, accumulate);
     if (latent.q)
         backward(w.q, a.dq, a.q_latent);
@@ -650,32 +648,6 @@ void block_recompute(Ctx<S>& ctx,
     else
         norm_latents(ctx, w, a);
     second_branch_recompute(ctx, w, a, level);
-}
-
-// Everything in backward but the gradients of weights.
-template <typename T, typename S>
-void block_backward_input(Ctx<S>& ctx,
-                          T* dinp, const T* dout, const T* inp,
-                          const Deepseek::Block& w,
-                          const Deepseek::Acts<T>& a) {
-    // Both branches add to the stream's gradient.
-    second_branch_backward_input(ctx, dout, w, a);
-    rmsnorm_backward(ctx, a.dmiddle, a.norm_2_sums, dout, a.dnorm_2, a.middle, w.norm_2,
-                     a.norm_2_rstd);
-    first_branch_backward_input(ctx, dinp, inp, w, a);
-}
-
-// The gradients of weights, from what the input half has left.
-template <typename T, typename S>
-void block_backward_weight(Ctx<S>& ctx,
-                           const T* dout,
-                           const Deepseek::Block& w,
-                           const Deepseek::Acts<T>& a, bool accumulate) {
-    // Matrices at once; the norms' sums all together at the end.
-    second_branch_backward_weight(ctx, dout, w, a, accumulate);
-    SumsOfRows<T> sums = {{}, {rmsnorm_parts<T>(ctx, w.norm_2, a.norm_2_sums)}};
-    first_branch_backward_weight(ctx, sums, w, a, accumulate);
-    column_sums<T>(sums.columns, sums.ready, ctx.blas.scratch, accumulate, ctx.where);
 }
 
 } // namespace llmc

@@ -523,13 +523,13 @@ void cast_row(const char* name, size_t rows, size_t cols, Fp8Blocks blocks, bool
               Fp8Late late = {}) {
     Buffer<bf16> x(rows * cols);
     Room codes(rows * cols), amax(sizeof(uint32_t));
-    size_t scales = fp8_scales(rows, cols, blocks);
-    Room inverse(scales * sizeof(float));
+    size_t scales = fp8_scale_bytes(rows, cols, blocks);
+    Room inverse(scales);
 
     F* to = codes.as<F>();
     F* nowhere = nullptr;
     std::string what = text("cast %s (%zu,%zu)", name, rows, cols);
-    memory_row("fp8", what, double(3 * rows * cols + 4 * scales), [&] {
+    memory_row("fp8", what, double(3 * rows * cols + scales), [&] {
         fp8_quantise<F>(turned ? nowhere : to, turned ? to : nowhere, inverse.as<float>(), x.data,
                         amax.as<uint32_t>(), rows, cols, blocks, STREAM, late);
     });
@@ -543,6 +543,8 @@ static void fp8_casts(const ProductCase& s, Fp8Late late) {
     cast_row<e4m3>("block, columns, turned", N, IC, Fp8Blocks::COLUMNS, true);
     cast_row<e4m3>("block, squares", OC, IC, Fp8Blocks::SQUARES, false);
     cast_row<e4m3>("block, squares, turned", OC, IC, Fp8Blocks::SQUARES_T, true);
+    cast_row<e4m3>("mx, rows", N, IC, Fp8Blocks::MX_ROWS, false);
+    cast_row<e4m3>("mx, columns, turned", N, IC, Fp8Blocks::MX_COLUMNS, true);
     cast_row<e4m3>("tensor", N, IC, WHOLE, false);
     cast_row<e5m2>("tensor, gradient, turned", N, IC, WHOLE, true);
     cast_row<e4m3>("delayed", N, IC, WHOLE, false, late);
@@ -601,7 +603,7 @@ void fp8_products(const char* recipe, const ProductCase& s, Fp8Blocks rows, Fp8B
 static void fp8_layer(const char* recipe, Fp8 fp8, const ProductCase& s, Fp8Late late) {
     Buffer<bf16> w(s.OC * s.IC);
     Buffer<float> grad(s.OC * s.IC);
-    Room kept(fp8_cast_bytes(s.OC, s.IC));
+    Room kept(fp8_cast_bytes(s.OC, s.IC, fp8));
     Fp8Cast cast = {kept.data};
     Weight weight = {w.data, Type::BF16, s.OC, s.IC, grad.data};
     weight.fp8 = fp8;
@@ -625,10 +627,12 @@ static void fp8() {
     Products products;
     for (const ProductCase& s : {ProductCase{8192, 4096, 4096}, up, {8192, 4096, 14336}}) {
         fp8_products<e4m3>("block", s, ROWS, SQUARES, products.blas);
+        fp8_products<e4m3>("mx", s, Fp8Blocks::MX_ROWS, Fp8Blocks::MX_ROWS, products.blas);
         fp8_products<e5m2>("tensor", s, Fp8Blocks::WHOLE, Fp8Blocks::WHOLE, products.blas);
     }
 
     fp8_layer("block", Fp8::BLOCK, up, {});
+    fp8_layer("mx", Fp8::MX, up, {});
     fp8_layer("tensor", Fp8::TENSOR, up, {});
     fp8_layer("delayed", Fp8::DELAYED, up, late);
 }

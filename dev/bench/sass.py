@@ -473,9 +473,11 @@ MEMORY = [
     Memory("update_kernel<AdamWRule,4,AdamW,FloatMasters<bf16>,FloatMoment<float>,FloatMoment<float>>",
            "adamw, float master", 256, [(16, 1)], 30),
     Memory("grad_squares_kernel<4>", "gradient norm, squares", 256, [(4, 0)], 4),
-    Memory("fp8_quantise_kernel<e4m3,e4m3,bf16,true,false>", "fp8 codes both ways, scales of rows", 256, [(2, 1)], 4),
-    Memory("fp8_quantise_kernel<e4m3,e4m3,bf16,false,true>", "fp8 codes both ways, of columns", 256, [(2, 1)], 4),
-    Memory("fp8_quantise_kernel<e4m3,e4m3,bf16,false,false>", "fp8 codes both ways, one scale", 256, [(2, 1)], 4),
+    Memory("fp8_quantise_kernel<e4m3,e4m3,bf16,0>", "fp8 codes both ways, scales of rows", 256, [(2, 1)], 4),
+    Memory("fp8_quantise_kernel<e4m3,e4m3,bf16,1>", "fp8 codes both ways, of columns", 256, [(2, 1)], 4),
+    Memory("fp8_quantise_kernel<e4m3,e4m3,bf16,2>", "fp8 codes both ways, one scale", 256, [(2, 1)], 4),
+    Memory("fp8_quantise_kernel<e4m3,e4m3,bf16,5>", "MXFP8 codes both ways, scales of rows", 256, [(2, 1)], 4),
+    Memory("fp8_quantise_kernel<e4m3,e4m3,bf16,6>", "MXFP8 codes both ways, of columns", 256, [(2, 1)], 4),
     Memory("fp8_amax_kernel<bf16>", "fp8 maximum", 256, [(2, 0)], 2),
 ]
 

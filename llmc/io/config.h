@@ -108,8 +108,7 @@ struct MemoryFlags {
 
 // The layout of ranks.
 struct LayoutFlags {
-    // ranks of each axis; their product is the number of ranks. dp 0 takes what
-    // the other axes leave.
+    // ranks of each axis; their product is the number of ranks. dp 0 is what the other axes leave.
     int dp = 0, tp = 1, pp = 1, cp = 1, ep = 1, etp = 0;
     int zero = 0, zero_group = 0, hpz = 0, chunks = 1, local_ranks = 1;
     bool sequence_parallel = false, fixed_order = false;
@@ -315,9 +314,9 @@ inline const std::vector<Flag>& config_table() {
          "stay float"},
 
         {"", &C::help, "train kept", "Numbers of a step"},
-        {"fp8", &C::fp8, "none|block|tensor|delayed",
-         "FP8 matmuls in the blocks: scales per 128-element block, per tensor, or delayed (amax "
-         "history); bf16 only"},
+        {"fp8", &C::fp8, "none|block|tensor|delayed|mx",
+         "FP8 matmuls in the blocks: scales per 128-element block, per tensor, delayed (amax "
+         "history), or MXFP8 (per 32, Blackwell); bf16 only"},
         {"loss-scale", &C::loss_scale, "", "fp16 loss scale: dynamic, or a constant power of two"},
         {"gradients", &C::gradients, "float|bf16|fp8",
          "type in which data-parallel ranks reduce gradients: float; bf16, half the bytes; fp8, "

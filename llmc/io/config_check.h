@@ -965,9 +965,10 @@ inline std::vector<std::string> config_notes(const Config& c) {
                                ", and a signal or a crash loses every step"));
 
     // Note numbers that fit their own ranges but not each other.
-    if (c.fp8 == "block" && c.seq % FP8_BLOCK)
-        notes.push_back(concat("--fp8 block: blocks of 128 tokens hold several sequences of --seq ",
-                               c.seq, ": results depend on --micro-batch a little"));
+    size_t block = c.fp8 == "block" ? FP8_BLOCK : c.fp8 == "mx" ? MX_BLOCK : 1;
+    if (c.seq % block)
+        notes.push_back(concat("--fp8 ", c.fp8, ": blocks of ", block, " tokens hold several ",
+                               "sequences: --seq ", c.seq, " lets --micro-batch change results"));
     if (shards && !shares)
         notes.push_back(
             concat("--zero ", c.zero, " shards nothing: there is one data-parallel rank"));

@@ -15,6 +15,7 @@
 #include <string>
 #include <vector>
 #include "../comm/text.h"
+#include "../ops/fp8.cuh"
 
 namespace llmc {
 
@@ -27,9 +28,9 @@ struct Machine {
     std::string name;
     std::string device;  // a part of the name by which the driver calls the card
     // The card: TFLOP/s of dense products in 16 bits and in float; in 8 bits with one scale for an
-    // operand, and with scales of blocks (0: it has none, and multiplies the codes' values in 16).
+    // operand, with scales of blocks, with MX's (0: it has none, and multiplies the values in 16).
     // TB/s and GB of its memory, SMs (1: a CPU, whose products fill no waves of tiles).
-    double half_tf, single_tf, fp8_tf, fp8_block_tf, memory_tb, memory_gb, sms;
+    double half_tf, single_tf, fp8_tf, fp8_block_tf, fp8_mx_tf, memory_tb, memory_gb, sms;
     // One-way GB/s of each card, to its neighbours in the node and to other nodes.
     // Then the number of cards in a node.
     double link_gb, nic_gb, cards;
@@ -45,8 +46,7 @@ struct Machine {
     // two sockets have some 400 GB/s for eight cards.
     double host_memory_gb = 50;
     double hop_us = 4; // of each rank in a ring that leaves a node: fitted to SimAI's table
-    // Seconds that a message of one second takes from the layers beside it. 1: a CPU, whose cores
-    // carry messages too.
+    // Seconds that a message of one second takes from layers beside it. 1: a CPU's cores carry it.
     double contention = 0;
     double elementwise = 0; // share of memory's rate that norms and activations reach; 0: `memory`
     // Share of `single_tf` that attention's plain kernels reach. Two reads of shared memory for
@@ -61,8 +61,9 @@ struct Machine {
     // The rates that runs reach, in FLOP/s and bytes a second.
     double peak(size_t element) const { return (element == 2 ? half_tf : single_tf) * 1e12; }
     double gemm_rate(size_t element) const { return gemm * peak(element); }
-    double fp8_rate(bool blocks) const {
-        return FP8_GEMM * gemm * (blocks ? fp8_block_tf : fp8_tf) * 1e12;
+    double fp8_rate(Fp8 fp8) const {
+        double tf = fp8 == Fp8::BLOCK ? fp8_block_tf : fp8 == Fp8::MX ? fp8_mx_tf : fp8_tf;
+        return FP8_GEMM * gemm * tf * 1e12;
     }
     double attention_rate(size_t element) const { return attention * peak(element); }
     double plain_rate() const { return plain * peak(4); }
@@ -79,7 +80,8 @@ struct Machine {
 
 // The table of machines. "H100 PCIe" stands before "H100", which would match its name too.
 //   Rates: NVIDIA's data sheets, without sparsity; for RTX cards, FP16 and FP8 with sums in float.
-//   FP8 with scales of blocks: sm_90 alone has it (fp8_matmul.cuh), at the same rate by a guess.
+//   FP8 with scales of blocks: sm_90 alone has it (fp8_matmul.cuh), at the same rate by a guess;
+//   MX's came with Blackwell.
 //   nic: that of the common node (DGX A100 and HGX H100 have a NIC for each card; g5.48xlarge has
 //   12.5 GB/s for all eight cards).
 //   Cards without NVLink reach their neighbours by PCIe: 32 GB/s in generation 4, 64 in 5. So do
@@ -97,41 +99,41 @@ inline const std::vector<Machine>& machines() {
 
     // clang-format off
     static const std::vector<Machine> rows = {
-        // name, device; half, single, FP8 and FP8 of blocks TF, memory TB and GB, SMs;
+        // name, device; half, single, FP8, FP8 of blocks and MX TF, memory TB and GB, SMs;
         //   link, nic, cards; shares of products, attention, memory, link, nic;
         //   latency, launch; host, disk, the host's GB and its memory;
         //   hop, contention, elementwise, plain
-        {"h200", "H200", 989, 67, 1979, 1979, 4.8, 141, 132,  450, 50, 8,
+        {"h200", "H200", 989, 67, 1979, 1979, 0, 4.8, 141, 132,  450, 50, 8,
          .65, .53, .80, .78, .80, 40, 8, 50},
-        {"h100-pcie", "H100 PCIe", 756, 51, 1513, 1513, 2, 80, 114,  64, 25, 8,
+        {"h100-pcie", "H100 PCIe", 756, 51, 1513, 1513, 0, 2, 80, 114,  64, 25, 8,
          .65, .53, .80, .70, .80, 40, 8, 50},
-        {"h100-nvl", "H100 NVL", 835, 60, 1671, 1671, 3.9, 94, 132,  64, 25, 8,
+        {"h100-nvl", "H100 NVL", 835, 60, 1671, 1671, 0, 3.9, 94, 132,  64, 25, 8,
          .65, .53, .80, .70, .80, 40, 8, 50},
-        {"h100", "H100", 989, 67, 1979, 1979, 3.35, 80, 132,  450, 50, 8,
+        {"h100", "H100", 989, 67, 1979, 1979, 0, 3.35, 80, 132,  450, 50, 8,
          .65, .53, .80, .78, .80, 40, 8, 50},
-        {"b200", "B200", 2250, 75, 4500, 0, 8, 180, 148,  900, 50, 8,
+        {"b200", "B200", 2250, 75, 4500, 0, 4500, 8, 180, 148,  900, 50, 8,
          .60, .48, .80, .75, .80, 40, 8, 50},
-        {"a100-40", "SXM4-40GB", 312, 19.5, 0, 0, 1.555, 40, 108,  300, 25, 8,
+        {"a100-40", "SXM4-40GB", 312, 19.5, 0, 0, 0, 1.555, 40, 108,  300, 25, 8,
          .72, .48, .80, .78, .80, 40, 8, 25, 5, 256, 50, 4, 0, 0, .16},
-        {"a100-80", "A100", 312, 19.5, 0, 0, 2.039, 80, 108,  300, 25, 8,
+        {"a100-80", "A100", 312, 19.5, 0, 0, 0, 2.039, 80, 108,  300, 25, 8,
          .78, .48, .80, .97, .84, 43, 8, 25, 5, 256, 50, 4, 0, .62, .16},
-        {"l40s", "L40S", 362, 91.6, 733, 0, 0.864, 48, 142,  32, 25, 8,
+        {"l40s", "L40S", 362, 91.6, 733, 0, 0, 0.864, 48, 142,  32, 25, 8,
          .60, .48, .80, .70, .80},
-        {"a10g", "A10G", 70, 35, 0, 0, 0.6, 24, 80,  32, 1.56, 8,
+        {"a10g", "A10G", 70, 35, 0, 0, 0, 0.6, 24, 80,  32, 1.56, 8,
          .65, .48, .80, .70, .80},
-        {"rtx3070", "RTX 3070", 40.6, 20.3, 0, 0, 0.448, 8, 46,  32, 12.5, 8,
+        {"rtx3070", "RTX 3070", 40.6, 20.3, 0, 0, 0, 0.448, 8, 46,  32, 12.5, 8,
          .75, .53, .80, .60, .80, 40, 8, 25, 5, 64},
-        {"rtx3060", "RTX 3060", 25.5, 12.7, 0, 0, 0.36, 12, 28,  32, 12.5, 8,
+        {"rtx3060", "RTX 3060", 25.5, 12.7, 0, 0, 0, 0.36, 12, 28,  32, 12.5, 8,
          .75, .53, .80, .60, .80, 40, 8, 25, 5, 64},
-        {"rtx4080", "RTX 4080", 97.5, 48.7, 195, 0, 0.717, 16, 76,  32, 12.5, 8,
+        {"rtx4080", "RTX 4080", 97.5, 48.7, 195, 0, 0, 0.717, 16, 76,  32, 12.5, 8,
          .75, .53, .80, .60, .80, 40, 8, 25, 5, 64},
-        {"rtx3090", "RTX 3090", 71, 35.6, 0, 0, 0.936, 24, 82,  32, 12.5, 8,
+        {"rtx3090", "RTX 3090", 71, 35.6, 0, 0, 0, 0.936, 24, 82,  32, 12.5, 8,
          .75, .53, .80, .60, .80, 40, 8, 25, 5, 64},
-        {"rtx4090", "RTX 4090", 165, 82.6, 330, 0, 1.008, 24, 128,  32, 12.5, 8,
+        {"rtx4090", "RTX 4090", 165, 82.6, 330, 0, 0, 1.008, 24, 128,  32, 12.5, 8,
          .75, .53, .80, .60, .80, 40, 8, 25, 5, 64},
-        {"rtx5090", "RTX 5090", 209, 105, 419, 0, 1.792, 32, 170,  64, 12.5, 8,
+        {"rtx5090", "RTX 5090", 209, 105, 419, 0, 419, 1.792, 32, 170,  64, 12.5, 8,
          .75, .53, .80, .60, .80, 40, 8, 50, 5, 64},
-        {"cpu", "", 4, 2, 0, 0, 0.2, 256, 1,  50, 12.5, 1,
+        {"cpu", "", 4, 2, 0, 0, 0, 0.2, 256, 1,  50, 12.5, 1,
          .60, .32, .60, .50, .80, 40, 8, 25, 5, 256, 120, 4, 1, 0, .02},
     };
     // clang-format on
@@ -176,6 +178,7 @@ inline const std::vector<MachineField>& machine_fields() {
         {"single_tf", &M::single_tf, 1e-3, 1e5},
         {"fp8_tf", &M::fp8_tf, 0, 1e5},
         {"fp8_block_tf", &M::fp8_block_tf, 0, 1e5},
+        {"fp8_mx_tf", &M::fp8_mx_tf, 0, 1e5},
         {"memory_tb", &M::memory_tb, 1e-3, 100},
         {"memory_gb", &M::memory_gb, 0.1, 1e5},
         {"sms", &M::sms, 1, 1e4},

@@ -5,7 +5,8 @@
 //     1. amax    the largest |x| of the block, as an integer: the bits of floats are in order
 //     2. scale   the largest power of two with amax scale <= 448 (57344), from amax's exponent
 //     3. code    x scale, rounded to nearest, ties to even; infinity becomes NaN; x ~ code / scale
-//   A block is 1 x 128 (ROWS), 128 x 1 (COLUMNS), 128 x 128 (SQUARES) or all (WHOLE), less at ends.
+//   A block is 1 x 128 (ROWS), 128 x 1 (COLUMNS), 128 x 128 (SQUARES) or all (WHOLE), less at ends;
+//   in MXFP8 (arXiv:2310.10537) 1 x 32 (MX_ROWS) or 32 x 1 (MX_COLUMNS), 1 / scale a byte (E8M0).
 //   A power of two changes only the exponent, so quantising cuts mantissas and does no more: finite
 //   numbers never saturate, a code stands for a bf16 number, and a different cut into blocks
 //   changes results only where small numbers underflow. (From 1.875 2^127 on it may be infinity.)
@@ -13,7 +14,8 @@
 //   infinity or a NaN has scale 1, under which its other numbers may saturate.
 //   x (rows,cols) float or 16 bits; kernels take 16 bits only
 //   out (rows,cols), transposed (cols,rows)   codes, or T: the values that they stand for
-//   inverse   1 / scale of each block, in fp8_scales()'s order; its gaps are not written
+//   inverse   1 / scale of each block, in fp8_scales()'s order: float, with gaps that are not
+//             written, or MX's exponents
 //   Contract: out, transposed, inverse =   maxima do not depend on order: bitwise repeatable.
 //   Cost: reads x once, WHOLE twice; writes a byte an element, two where values are wanted.
 //         From sm_89 on codes take 11 instructions an element, which fit beside the bytes.
@@ -94,14 +96,13 @@ LLMC_HD inline uint32_t fp8_magnitude(T x) { return bits_as<uint32_t>(to_float(x
 template <typename F>
 LLMC_HD inline float fp8_scale(uint32_t amax) {
     constexpr uint32_t TOP_MANTISSA = 0x600000; // 0.75
-    if (amax == 0 || amax >= FP8_INFINITY)
-        return 1;
+    if (amax == 0 || amax >= FP8_INFINITY) return 1;
     int e = F::TOP_EXPONENT + 127 - int(amax >> 23) - ((amax & 0x7fffff) > TOP_MANTISSA);
     return bits_as<float>(uint32_t(127 + (e < 127 ? e : 127)) << 23);
 }
 
 // How the products of a linear layer quantise their operands (linear.cuh).
-enum class Fp8 : uint8_t { NONE, BLOCK, TENSOR, DELAYED };
+enum class Fp8 : uint8_t { NONE, BLOCK, TENSOR, DELAYED, MX };
 
 // Delayed scaling: the scale of a matrix is known before the matrix is (fp8_delayed.cuh).
 struct Fp8Late {
@@ -123,7 +124,17 @@ LLMC_HD inline float fp8_late_scale(float scale) {
 }
 
 constexpr size_t FP8_BLOCK = 128, FP8_ALIGN = 256; // elements; bytes
-enum class Fp8Blocks : uint8_t { ROWS, COLUMNS, SQUARES, SQUARES_T, WHOLE };
+constexpr size_t MX_BLOCK = 32;                    // elements
+enum class Fp8Blocks : uint8_t { ROWS, COLUMNS, SQUARES, SQUARES_T, WHOLE, MX_ROWS, MX_COLUMNS };
+LLMC_HD constexpr bool is_mx(Fp8Blocks blocks) { return blocks >= Fp8Blocks::MX_ROWS; }
+
+// Whether a block lies in one row; whether in one column.
+LLMC_HD constexpr bool in_rows(Fp8Blocks b) {
+    return b == Fp8Blocks::ROWS || b == Fp8Blocks::MX_ROWS;
+}
+LLMC_HD constexpr bool in_columns(Fp8Blocks b) {
+    return b == Fp8Blocks::COLUMNS || b == Fp8Blocks::MX_COLUMNS;
+}
 
 // The stride between rows of squares' scales: a multiple of four, as cuBLASLt reads them.
 LLMC_HD inline size_t fp8_square_row(size_t squares) { return (squares + 3) / 4 * 4; }
@@ -133,16 +144,35 @@ LLMC_HD inline size_t fp8_square_row(size_t squares) { return (squares + 3) / 4 
 //   ROWS (cols/128, rows)            SQUARES   (rows/128, cols/128, up to a multiple of 4)
 //   COLUMNS (rows/128, cols)         SQUARES_T (cols/128, rows/128, up to a multiple of 4)
 //   WHOLE (1)
+//   MX_ROWS (rows/128, cols/128, 32, 4, 4): of a tile, row % 32, row / 32, cols/32
+//   MX_COLUMNS (cols/128, rows/128, 32, 4, 4): the same of the transpose
 inline size_t fp8_scales(size_t rows, size_t cols, Fp8Blocks blocks) {
     size_t down = ceil_div(rows, FP8_BLOCK), across = ceil_div(cols, FP8_BLOCK);
+    using enum Fp8Blocks;
     switch (blocks) {
-    case Fp8Blocks::ROWS: return across * rows;
-    case Fp8Blocks::COLUMNS: return down * cols;
-    case Fp8Blocks::SQUARES: return down * fp8_square_row(across);
-    case Fp8Blocks::SQUARES_T: return across * fp8_square_row(down);
-    case Fp8Blocks::WHOLE: return 1;
+    case ROWS: return across * rows;
+    case COLUMNS: return down * cols;
+    case SQUARES: return down * fp8_square_row(across);
+    case SQUARES_T: return across * fp8_square_row(down);
+    case WHOLE: return 1;
+    case MX_ROWS:
+    case MX_COLUMNS: return down * across * 4 * FP8_BLOCK;
     }
     return 0;
+}
+inline size_t fp8_scale_bytes(size_t rows, size_t cols, Fp8Blocks blocks) {
+    return fp8_scales(rows, cols, blocks) * (is_mx(blocks) ? 1 : sizeof(float));
+}
+
+// inverse[at] = 1 / scale. E8M0 is the exponent of a float; 2^-127, a subnormal float, has 0. A
+// block of zeros has 0 too, which is what cuBLASLt wants beyond the matrix.
+LLMC_HD inline void fp8_put_inverse(void* inverse, ptrdiff_t at, float scale, uint32_t amax,
+                                    Fp8Blocks blocks) {
+    if (is_mx(blocks))
+        static_cast<uint8_t*>(inverse)[at] =
+            amax ? uint8_t(254 - (bits_as<uint32_t>(scale) >> 23)) : 0;
+    else
+        static_cast<float*>(inverse)[at] = 1 / scale; // exact
 }
 
 // Return a code itself, or the value that it stands for, as Out says.
@@ -154,16 +184,21 @@ LLMC_HD inline Out fp8_result(F code, float inverse) {
         return from_acc<Out>(fp8_value(code) * inverse);
 }
 
-// A tile of 128 x 128 elements and the blocks in it. A block's number is its row, its column, or 0.
+// A tile of 128 x 128 elements and the blocks in it. A block's number is its row, its column, or 0;
+// MX has four in a row or column, 128 numbers apart.
 struct Fp8Tile {
+    using enum Fp8Blocks;
     size_t r0, c0;     // the first row and column
     size_t rows, cols; // of the whole matrix
     Fp8Blocks blocks;
 
     LLMC_HD bool has(size_t r, size_t c) const { return r0 + r < rows && c0 + c < cols; }
     LLMC_HD size_t block(size_t r, size_t c) const {
-        return blocks == Fp8Blocks::ROWS ? r : blocks == Fp8Blocks::COLUMNS ? c : 0;
+        bool row = in_rows(blocks);
+        size_t part = is_mx(blocks) ? (row ? c : r) / MX_BLOCK : 0;
+        return part * FP8_BLOCK + (row ? r : in_columns(blocks) ? c : 0);
     }
+    LLMC_HD size_t numbers() const { return is_mx(blocks) ? 4 * FP8_BLOCK : FP8_BLOCK; }
 
     // The index of a block's scale, or -1 if the tile has no such block or another tile writes it.
     LLMC_HD ptrdiff_t place(size_t block) const {
@@ -172,13 +207,20 @@ struct Fp8Tile {
         size_t across_row = fp8_square_row(ceil_div(cols, FP8_BLOCK));
         bool first = block == 0;
         switch (blocks) {
-        case Fp8Blocks::ROWS: return has(block, 0) ? ptrdiff_t(across * rows + r0 + block) : -1;
-        case Fp8Blocks::COLUMNS: return has(0, block) ? ptrdiff_t(down * cols + c0 + block) : -1;
-        case Fp8Blocks::SQUARES: return first ? ptrdiff_t(down * across_row + across) : -1;
-        case Fp8Blocks::SQUARES_T: return first ? ptrdiff_t(across * down_row + down) : -1;
-        case Fp8Blocks::WHOLE: return first && r0 + c0 == 0 ? 0 : -1;
+        case ROWS: return has(block, 0) ? ptrdiff_t(across * rows + r0 + block) : -1;
+        case COLUMNS: return has(0, block) ? ptrdiff_t(down * cols + c0 + block) : -1;
+        case SQUARES: return first ? ptrdiff_t(down * across_row + across) : -1;
+        case SQUARES_T: return first ? ptrdiff_t(across * down_row + down) : -1;
+        case WHOLE: return first && r0 + c0 == 0 ? 0 : -1;
+        case MX_ROWS: return mx_place(down * ceil_div(cols, FP8_BLOCK) + across, block);
+        case MX_COLUMNS: return mx_place(across * ceil_div(rows, FP8_BLOCK) + down, block);
         }
         return -1;
+    }
+    // MX: all blocks of a tile, beyond the matrix too.
+    LLMC_HD static ptrdiff_t mx_place(size_t tile, size_t block) {
+        size_t row = block % FP8_BLOCK;
+        return ptrdiff_t(tile * 4 * FP8_BLOCK + row % 32 * 16 + row / 32 * 4 + block / FP8_BLOCK);
     }
 };
 
@@ -196,11 +238,11 @@ LLMC_HD inline F fp8_code(float x, float scale) {
 
 // Quantise one tile. `whole` is the matrix's amax, used by WHOLE alone.
 template <typename F, typename Out, typename T>
-void fp8_quantise_tile(Out* out, Out* transposed, float* inverse, const T* x, uint32_t whole,
+void fp8_quantise_tile(Out* out, Out* transposed, void* inverse, const T* x, uint32_t whole,
                        const Fp8Late& late, const Fp8Tile& t) {
     // Find the maxima of the tile's blocks, and their scales.
-    uint32_t amax[FP8_BLOCK] = {whole};
-    float scale[FP8_BLOCK], back[FP8_BLOCK];
+    uint32_t amax[4 * FP8_BLOCK] = {whole};
+    float scale[4 * FP8_BLOCK], back[4 * FP8_BLOCK];
     size_t down = std::min(FP8_BLOCK, t.rows - t.r0);
     size_t across = std::min(FP8_BLOCK, t.cols - t.c0);
     const T* tile = x + t.r0 * t.cols + t.c0; // (down, across) of (rows,cols)
@@ -209,11 +251,11 @@ void fp8_quantise_tile(Out* out, Out* transposed, float* inverse, const T* x, ui
             uint32_t& most = amax[t.block(r, c)];
             most = std::max(most, fp8_magnitude(tile[r * t.cols + c]));
         }
-    for (size_t b = 0; b < FP8_BLOCK; b++) {
+    for (size_t b = 0; b < t.numbers(); b++) {
         scale[b] = late.scale ? fp8_late_scale(*late.scale) : fp8_scale<F>(amax[b]);
         back[b] = 1 / scale[b]; // exact
         if (ptrdiff_t at = t.place(b); inverse && at >= 0)
-            inverse[at] = back[b];
+            fp8_put_inverse(inverse, at, scale[b], amax[b], t.blocks);
     }
 
     // Quantise one row at a time, into out and into a column of the transpose.
@@ -231,13 +273,13 @@ void fp8_quantise_tile(Out* out, Out* transposed, float* inverse, const T* x, ui
     }
 }
 
-// Quantise a matrix. One of out and transposed may be null. inverse: fp8_scales() floats that turn
-// codes back into numbers, or null.
+// Quantise a matrix. One of out and transposed may be null. inverse: fp8_scales() numbers that turn
+// codes back into x, or null.
 //   amax: one word of scratch for WHOLE; other blocks need none
 //   late: for WHOLE, a scale that is already known; amax is then not touched
 template <typename F, typename Out, typename T>
-void fp8_quantise(Out* out, Out* transposed, float* inverse, // (rows,cols) (cols,rows)
-                  const T* x, uint32_t* amax,                // (rows,cols) (1)
+void fp8_quantise(Out* out, Out* transposed, void* inverse, // (rows,cols) (cols,rows)
+                  const T* x, uint32_t* amax,               // (rows,cols) (1)
                   size_t rows, size_t cols, Fp8Blocks blocks, Cpu, Fp8Late late = {}) {
     // Find the maximum of the whole matrix first, if it is needed.
     uint32_t most = 0;
@@ -310,17 +352,19 @@ __global__ void fp8_amax_kernel(uint32_t* amax, const T* x, size_t n, bool packs
 
 // A block quantises one tile; each of its threads holds 8 x 8 elements in registers. A warp has 64
 // rows of 32 columns, so that it reads and writes whole sectors of 32 bytes, of the transpose too.
-// ROWS, COLUMNS: blocks are those; otherwise a tile has one scale.
-template <typename F, typename Out, typename T, bool ROWS, bool COLUMNS>
+// SQUARES stand for all whose tiles have one scale.
+template <typename F, typename Out, typename T, Fp8Blocks BLOCKS>
 __global__ void __launch_bounds__(FP8_THREADS)
-fp8_quantise_kernel(Out* out, Out* transposed, float* inverse, const T* x, const uint32_t* whole,
+fp8_quantise_kernel(Out* out, Out* transposed, void* inverse, const T* x, const uint32_t* whole,
                     size_t rows, size_t cols, Fp8Blocks blocks, Fp8Late late, bool packs) {
     static_assert(sizeof(T) == 2, "a word has two elements");
     constexpr unsigned P = FP8_SIDE;
+    constexpr bool MX = is_mx(BLOCKS), ROWS = in_rows(BLOCKS), COLUMNS = in_columns(BLOCKS);
     constexpr unsigned SCALES = ROWS || COLUMNS ? P : 1; // of a thread's elements
-    constexpr int FIRST = ROWS ? 2 : 16, LAST = COLUMNS ? 4 : 1; // bits of lanes that share them
+    constexpr int FIRST = ROWS ? 2 : MX ? 8 : 16, LAST = COLUMNS ? 4 : 1; // lanes that share
     LLMC_SHARED(uint32_t, amax, FP8_BLOCK);
     LLMC_SHARED(float, scales, FP8_BLOCK);
+    if (MX) blocks = BLOCKS;
     Fp8Tile t = {blockIdx.y * FP8_BLOCK, blockIdx.x * FP8_BLOCK, rows, cols, blocks};
     auto scale_at = [](unsigned r, unsigned c) { return ROWS ? r : COLUMNS ? c : 0; };
 
@@ -346,7 +390,7 @@ fp8_quantise_kernel(Out* out, Out* transposed, float* inverse, const T* x, const
         amax[threadIdx.x] = whole ? *whole : 0;
     __syncthreads(); // all maxima are set before a warp adds its own
 
-    // Find the maxima of its blocks, and add the warp's.
+    // Find the maxima of its blocks.
     uint32_t most[SCALES] = {};
     for (unsigned r = 0; r < P; r++)
         for (unsigned c = 0; c < P; c++) {
@@ -355,23 +399,35 @@ fp8_quantise_kernel(Out* out, Out* transposed, float* inverse, const T* x, const
         }
     for (uint32_t& m : most)
         m = fp8_word_magnitude<T>(warp_max(m, FIRST, LAST));
-    if ((lane & (2 * FIRST - LAST)) == 0)
-        for (unsigned s = 0; s < SCALES; s++)
+    bool first = (lane & (2 * FIRST - LAST)) == 0; // of these lanes
+    Pack<float, SCALES> scale;
+    if constexpr (MX) {
+        // A warp has whole blocks. Scales of neighbouring rows or columns lie 16 apart.
+        ptrdiff_t at = t.place(t.block(r0, c0));
+        for (unsigned s = 0; s < SCALES; s++) {
+            scale.v[s] = fp8_scale<F>(most[s]);
+            if (inverse && first)
+                fp8_put_inverse(inverse, at + 16 * s, scale.v[s], most[s], BLOCKS);
+        }
+    } else {
+        // Add the warp's maxima to the tile's.
+        for (unsigned s = 0; s < SCALES && first; s++)
             atomicMax(amax + scale_at(r0, c0) + s, most[s]);
-    __syncthreads(); // the maxima are complete
+        __syncthreads(); // the maxima are complete
 
-    // Add the tile to the step's maximum. Find the scales, one thread for each.
-    if (late.amax && threadIdx.x == 0)
-        atomicMax(late.amax, amax[0]);
-    if (unsigned b = threadIdx.x; b < FP8_BLOCK) {
-        scales[b] = late.scale ? fp8_late_scale(*late.scale) : fp8_scale<F>(amax[b]);
-        if (ptrdiff_t at = t.place(b); inverse && at >= 0)
-            inverse[at] = 1 / scales[b];
+        // Add the tile to the step's maximum. Find the scales, one thread for each.
+        if (late.amax && threadIdx.x == 0)
+            atomicMax(late.amax, amax[0]);
+        if (unsigned b = threadIdx.x; b < FP8_BLOCK) {
+            scales[b] = late.scale ? fp8_late_scale(*late.scale) : fp8_scale<F>(amax[b]);
+            if (ptrdiff_t at = t.place(b); inverse && at >= 0)
+                fp8_put_inverse(inverse, at, scales[b], amax[b], BLOCKS);
+        }
+        __syncthreads(); // the scales are there
+        scale = load<SCALES>(scales + scale_at(r0, c0));
     }
-    __syncthreads(); // the scales are there
 
     // Write rows of the matrix, and rows of its transpose.
-    auto scale = load<SCALES>(scales + scale_at(r0, c0));
     auto write = [&](auto turned, Out* to, size_t stride, size_t many, size_t count) {
         #pragma unroll
         for (unsigned i = 0; i < P; i++, to += stride) {
@@ -404,8 +460,8 @@ fp8_quantise_kernel(Out* out, Out* transposed, float* inverse, const T* x, const
 
 // Quantise a matrix of 16-bit elements; the arguments are the CPU version's.
 template <typename F, typename Out, typename T>
-void fp8_quantise(Out* out, Out* transposed, float* inverse, // (rows,cols) (cols,rows)
-                  const T* x, uint32_t* amax,                // (rows,cols) (1)
+void fp8_quantise(Out* out, Out* transposed, void* inverse, // (rows,cols) (cols,rows)
+                  const T* x, uint32_t* amax,               // (rows,cols) (1)
                   size_t rows, size_t cols, Fp8Blocks blocks, cudaStream_t stream,
                   Fp8Late late = {}) {
     size_t n = rows * cols;
@@ -424,11 +480,12 @@ void fp8_quantise(Out* out, Out* transposed, float* inverse, // (rows,cols) (col
     // Quantise, one block for each tile.
     dim3 tiles(unsigned(ceil_div(cols, FP8_BLOCK)), unsigned(ceil_div(rows, FP8_BLOCK)));
     LLMC_CHECK(tiles.y <= 65535, "%zu rows are more than a grid has", rows);
-    auto kernel = fp8_quantise_kernel<F, Out, T, false, false>;
-    if (blocks == Fp8Blocks::ROWS)
-        kernel = fp8_quantise_kernel<F, Out, T, true, false>;
-    if (blocks == Fp8Blocks::COLUMNS)
-        kernel = fp8_quantise_kernel<F, Out, T, false, true>;
+    using enum Fp8Blocks;
+    auto kernel = blocks == ROWS         ? fp8_quantise_kernel<F, Out, T, ROWS>
+                  : blocks == COLUMNS    ? fp8_quantise_kernel<F, Out, T, COLUMNS>
+                  : blocks == MX_ROWS    ? fp8_quantise_kernel<F, Out, T, MX_ROWS>
+                  : blocks == MX_COLUMNS ? fp8_quantise_kernel<F, Out, T, MX_COLUMNS>
+                                         : fp8_quantise_kernel<F, Out, T, SQUARES>;
     launch(kernel, tiles, FP8_THREADS, stream, out, transposed, inverse, x, amax, rows, cols,
            blocks, late, packs);
 }

@@ -6,6 +6,7 @@
 //     block    ROWS, 1 x 128 of K         SQUARES, 128 x 128,        sm_90, cuBLAS 12.9 or later
 //                                         or ROWS
 //     tensor   WHOLE                      WHOLE                      sm_89 and later
+//     mx       MX_ROWS, 1 x 32 of K       MX_ROWS                    sm_100 and later
 //   cuBLASLt checks a description only when it searches for algorithms, so fp8_refuses() knows its
 //   rules. A product that they forbid becomes the bf16 product of the codes' values (linear.cuh).
 //   In the emulator that bf16 product replaces the tensor cores'. It reads codes, transposes and
@@ -27,7 +28,7 @@ namespace llmc {
 // An operand: codes with K along rows, and the scales that turn them into numbers.
 struct Fp8Operand {
     const void* codes = nullptr;    // (M or N, K)
-    const float* inverse = nullptr; // laid out as fp8_scales(M or N, K, blocks)
+    const void* inverse = nullptr;  // laid out as fp8_scales(M or N, K, blocks)
     Fp8Blocks blocks = Fp8Blocks::WHOLE;
     bool wide = false; // e5m2 if true, else e4m3
 };
@@ -35,7 +36,7 @@ struct Fp8Operand {
 // A product without its pointers.
 struct Fp8Product {
     size_t M, N, K;
-    Fp8Blocks a, b; // ROWS, SQUARES, WHOLE
+    Fp8Blocks a, b; // ROWS, SQUARES, WHOLE, MX_ROWS
     bool a_wide, b_wide;
     Type out; // out and residual have this type and contiguous rows
     bool accumulate = false;
@@ -57,6 +58,13 @@ inline const char* fp8_refuses(const Fp8Product& p, int architecture, size_t ver
     bool whole = p.a == Fp8Blocks::WHOLE;
     if (whole != (p.b == Fp8Blocks::WHOLE)) return "one operand has one scale, the other has many";
     if (whole) return nullptr;
+    if (is_mx(p.a)) {
+        if (architecture < 100) return "MX scales are sm_100's and later ones'";
+        if (version < 120800) return "MX scales came with cuBLAS 12.8";
+        if (p.M % 16 || p.N % 16 || p.K % MX_BLOCK)
+            return "MX wants multiples of 16 rows and of 32 of K";
+        return nullptr;
+    }
     if (architecture != 90) return "scales of blocks are sm_90's";
     if (version < 120900) return "scales of blocks came with cuBLAS 12.9";
     if (p.a == Fp8Blocks::SQUARES && p.b == Fp8Blocks::SQUARES) return "both operands have squares";
@@ -73,17 +81,19 @@ inline bool fp8_multiplies(const Fp8Product&, const Blas&, Cpu) { return false; 
 #if LLMC_KERNELS
 #if defined(__CUDACC__)
 
-// The library's number of each way of scaling. Its own enumeration exists only since 12.9.
+// The library's number of each way of scaling. Its own enumeration exists only since 12.8.
 inline int32_t fp8_scale_mode(Fp8Blocks blocks) {
-    constexpr int32_t SCALAR = 0, VECTOR_128 = 4, BLOCK_128 = 5;
+    constexpr int32_t SCALAR = 0, VECTOR_32_E8M0 = 2, VECTOR_128 = 4, BLOCK_128 = 5;
     return blocks == Fp8Blocks::WHOLE  ? SCALAR
+           : is_mx(blocks)             ? VECTOR_32_E8M0
            : blocks == Fp8Blocks::ROWS ? VECTOR_128
                                        : BLOCK_128;
 }
 
 // Whether the library multiplies this on the current GPU.
 inline bool fp8_multiplies(const Fp8Product& p, const Blas&, cudaStream_t) {
-    return !fp8_refuses(p, gpu_architecture(), cublasLtGetVersion());
+    size_t version = std::min<size_t>(CUBLAS_VERSION, cublasLtGetVersion()); // of headers, library
+    return !fp8_refuses(p, gpu_architecture(), version);
 }
 
 // The product, by cuBLASLt. Ask fp8_multiplies() first.
@@ -95,8 +105,7 @@ void fp8_matmul(O* out, const Fp8Operand& a, const Fp8Operand& b, // (M,N) (M,K)
     LLMC_CHECK(!(residual && p.accumulate), "an fp8 product adds one matrix at most");
     Product shape = {p.M, p.N, p.K, {p.K, 1}, {1, p.K}, p.N, p.accumulate};
 
-    // Find the product, or make it. Formats and scales distinguish its key from that
-    // of wider operands.
+    // Find the product, or make it. Formats and scales tell its key from that of wider operands.
     const O* added = residual ? residual : p.accumulate ? out : nullptr;
     size_t align = common_alignment(out, a.codes, b.codes, bias, added);
     ProductKey key = product_key(shape, type_of<T>(), p.out, bias, added, align);
@@ -104,23 +113,26 @@ void fp8_matmul(O* out, const Fp8Operand& a, const Fp8Operand& b, // (M,N) (M,K)
     auto describe = [](GpuProduct& g, cublasLtMatmulDescAttributes_t name, auto value) {
         LLMC_CUBLAS_CHECK(cublasLtMatmulDescSetAttribute(g.what, name, &value, sizeof(value)));
     };
+    // The scales' addresses are part of the description. The search for algorithms wants some too.
+    auto describe_scales = [&](GpuProduct& g) {
+        describe(g, CUBLASLT_MATMUL_DESC_A_SCALE_POINTER, b.inverse);
+        describe(g, CUBLASLT_MATMUL_DESC_B_SCALE_POINTER, a.inverse);
+    };
     GpuProduct& g = find_gpu_product(blas, key, align, [&] {
         auto format = [](bool wide) { return wide ? CUDA_R_8F_E5M2 : CUDA_R_8F_E4M3; };
         GpuProduct made = make_gpu_product(shape, format(p.a_wide), format(p.b_wide),
                                            cuda_type(p.out), bias);
         // The library's first operand is our second.
-#if CUBLAS_VERSION >= 120900
+#if CUBLAS_VERSION >= 120800
         describe(made, CUBLASLT_MATMUL_DESC_A_SCALE_MODE, fp8_scale_mode(p.b));
         describe(made, CUBLASLT_MATMUL_DESC_B_SCALE_MODE, fp8_scale_mode(p.a));
 #endif
         if (bias)
             describe(made, CUBLASLT_MATMUL_DESC_BIAS_DATA_TYPE, cuda_type(type_of<T>()));
+        describe_scales(made);
         return made;
     });
-
-    // Set the addresses of the scales, which are part of the description.
-    describe(g, CUBLASLT_MATMUL_DESC_A_SCALE_POINTER, b.inverse);
-    describe(g, CUBLASLT_MATMUL_DESC_B_SCALE_POINTER, a.inverse);
+    describe_scales(g);
     auto run = [&](const GpuAlgorithm& algorithm) {
         return run_gpu_product(blas, g, algorithm, out, a.codes, b.codes, bias, added, stream);
     };
@@ -141,14 +153,21 @@ std::vector<T> fp8_numbers(const Fp8Operand& x, size_t rows, size_t K) {
     size_t squares = fp8_square_row(ceil_div(K, FP8_BLOCK));
     std::vector<T> numbers(rows * K);
 
-    // Multiply each code by its block's inverse scale.
-    for (size_t r = 0; r < rows; r++)
-        for (size_t k = 0; k < K; k++) {
+    // Multiply each code by its block's inverse scale. An MX tile is 128 rows of four scales.
+    auto inverse = [&](size_t r, size_t k) -> float {
+        if (!is_mx(x.blocks)) {
             size_t at = x.blocks == Fp8Blocks::WHOLE  ? 0
                         : x.blocks == Fp8Blocks::ROWS ? k / FP8_BLOCK * rows + r
                                                       : r / FP8_BLOCK * squares + k / FP8_BLOCK;
-            numbers[r * K + k] = from_acc<T>(fp8_value(codes[r * K + k]) * x.inverse[at]);
+            return static_cast<const float*>(x.inverse)[at];
         }
+        size_t tile = r / 128 * ceil_div(K, 128) + k / 128;
+        size_t at = tile * 512 + r % 32 * 16 + r % 128 / 32 * 4 + k % 128 / 32;
+        return std::ldexp(1.0f, static_cast<const uint8_t*>(x.inverse)[at] - 127);
+    };
+    for (size_t r = 0; r < rows; r++)
+        for (size_t k = 0; k < K; k++)
+            numbers[r * K + k] = from_acc<T>(fp8_value(codes[r * K + k]) * inverse(r, k));
     return numbers;
 }
 

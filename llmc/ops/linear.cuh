@@ -18,6 +18,7 @@
 //   Recipe `block`: where 128 divides T, no block spans two micro-batches' rows, and where 128
 //   divides a tensor-parallel rank's pieces, no block is cut. The same bf16 numbers then have the
 //   same codes in every layout. (Tensor-parallel ranks round other sums to bf16 before.)
+//   Recipe `mx`: MXFP8, E4M3 with a scale for 32 of K in all operands; as `block`, with 32 for 128.
 //   Recipe `tensor`: a scale covers the rows of one product, so they decide what underflows.
 //   Recipe `delayed`: as `tensor`, with all ranks' scale of the steps before (fp8_delayed.cuh).
 //   Tensor cores read the codes where cuBLASLt has the product (fp8_matmul.cuh). Elsewhere a bf16
@@ -52,7 +53,8 @@ struct Narrow {
 };
 
 // A weight's fp8 form, kept from the first product that reads it for the products that follow.
-// `home` holds codes and then the codes of the transpose; or values, which serve both uses.
+// `home` holds codes and then the codes of the transpose; or values, which serve both uses, but
+// under `mx` W's alone.
 struct Fp8Cast {
     unsigned char* home = nullptr; // (fp8_cast_bytes)
     mutable bool values = false, codes = false, turned = false; // what `home` holds now
@@ -165,14 +167,17 @@ inline size_t linear_operand_bytes(size_t rows, size_t cols) {
 }
 
 // Bytes of the codes of a weight or of its transpose: the same word, then codes, then scales.
-inline size_t fp8_codes_bytes(size_t rows, size_t cols) {
-    size_t scales = std::max(fp8_scales(rows, cols, Fp8Blocks::SQUARES),
-                             fp8_scales(rows, cols, Fp8Blocks::SQUARES_T));
-    return FP8_ALIGN + round_up(round_up(rows * cols, 16) + scales * sizeof(float), FP8_ALIGN);
+inline size_t fp8_codes_bytes(size_t rows, size_t cols, Fp8 fp8) {
+    auto bytes = [&](Fp8Blocks blocks) { return fp8_scale_bytes(rows, cols, blocks); };
+    size_t squares = std::max(bytes(Fp8Blocks::SQUARES), bytes(Fp8Blocks::SQUARES_T));
+    size_t most = fp8 == Fp8::MX ? bytes(Fp8Blocks::MX_ROWS) : squares;
+    return FP8_ALIGN + round_up(round_up(rows * cols, 16) + most, FP8_ALIGN);
 }
 
 // Bytes of an Fp8Cast: the codes of a weight, and of its transpose.
-inline size_t fp8_cast_bytes(size_t rows, size_t cols) { return 2 * fp8_codes_bytes(rows, cols); }
+inline size_t fp8_cast_bytes(size_t rows, size_t cols, Fp8 fp8) {
+    return 2 * fp8_codes_bytes(rows, cols, fp8);
+}
 
 // The scratch for the operands of any of the three products. It follows the product's own.
 inline size_t linear_fp8_bytes(size_t N, size_t OC, size_t IC, Fp8 fp8) {
@@ -189,8 +194,7 @@ inline size_t linear_fp8_bytes(size_t N, size_t OC, size_t IC, Fp8 fp8) {
 // of the work.
 template <typename T, typename S>
 const T* values_of(const Weight& w, Blas& blas, S where) {
-    if (!w.narrow)
-        return w.as<const T>();
+    if (!w.narrow) return w.as<const T>();
     T* wide = static_cast<T*>(blas.wide);
     const Narrow& codes = *w.narrow;
     if (codes.int8) {
@@ -218,6 +222,7 @@ template <typename T> struct LinearOperand {
 // Takes room for a product's operands from the end of the scratch, and gives it back when it is
 // destroyed, after the product has been issued.
 template <typename T, typename S> struct Fp8Operands {
+    using enum Fp8Blocks;
     Fp8 fp8;
     Blas& blas;
     S where;
@@ -230,7 +235,8 @@ template <typename T, typename S> struct Fp8Operands {
     bool tensor() const { return fp8 == Fp8::TENSOR || fp8 == Fp8::DELAYED; }
     bool wide(const LinearOperand<T>& o) const { return tensor() && o.gradient; }
     Fp8Blocks blocks(const LinearOperand<T>& o) const {
-        return tensor() ? Fp8Blocks::WHOLE : o.blocks;
+        Fp8Blocks mx = o.turned ? MX_COLUMNS : MX_ROWS;
+        return tensor() ? WHOLE : fp8 == Fp8::MX ? mx : o.blocks;
     }
 
     // Take room from the end: a word for the maximum, then values, or codes and scales.
@@ -251,11 +257,11 @@ template <typename T, typename S> struct Fp8Operands {
     // The values (rows,cols) that the codes of o.x stand for.
     const T* values(const LinearOperand<T>& o) {
         // Use the weight's kept values if they are there.
-        bool kept = o.cast && !o.cast->codes && !o.cast->turned;
+        // The transpose of MX has other values, for which there is no room.
+        bool kept = o.cast && !o.cast->codes && !o.cast->turned && !(fp8 == Fp8::MX && o.turned);
         unsigned char* word = kept ? o.cast->home : room(o);
         T* values = reinterpret_cast<T*>(word + FP8_ALIGN);
-        if (kept && std::exchange(o.cast->values, true))
-            return values;
+        if (kept && std::exchange(o.cast->values, true)) return values;
         if (holds(o, Fp8Holds::VALUES)) return values;
 
         // Quantise, and write values in the place of codes.
@@ -274,17 +280,17 @@ template <typename T, typename S> struct Fp8Operands {
         bool kept = o.cast && !o.cast->values;
         unsigned char* word = kept ? o.cast->home : room(o);
         if (kept && o.turned)
-            word += fp8_codes_bytes(o.rows, o.cols);
+            word += fp8_codes_bytes(o.rows, o.cols, fp8);
         unsigned char* codes = word + FP8_ALIGN;
-        float* inverse = reinterpret_cast<float*>(codes + round_up(o.rows * o.cols, 16));
+        unsigned char* inverse = codes + round_up(o.rows * o.cols, 16);
         Fp8Operand operand = {codes, inverse, blocks_read(o), wide(o)};
         if (kept && std::exchange(o.turned ? o.cast->turned : o.cast->codes, true))
             return operand;
         if (holds(o, o.turned ? Fp8Holds::TURNED : Fp8Holds::CODES)) return operand;
 
         // Check that codes and scales fit where values would.
-        size_t scales = fp8_scales(o.rows, o.cols, blocks(o));
-        size_t end = FP8_ALIGN + round_up(o.rows * o.cols, 16) + scales * sizeof(float);
+        size_t scales = fp8_scale_bytes(o.rows, o.cols, blocks(o));
+        size_t end = FP8_ALIGN + round_up(o.rows * o.cols, 16) + scales;
         LLMC_CHECK(end <= linear_operand_bytes(o.rows, o.cols),
                    "codes and scales of %zu x %zu do not fit where values would", o.rows, o.cols);
 
@@ -313,8 +319,9 @@ template <typename T, typename S> struct Fp8Operands {
     // The blocks as the product sees them: columns of x are rows of its transpose.
     Fp8Blocks blocks_read(const LinearOperand<T>& o) const {
         switch (blocks(o)) {
-        case Fp8Blocks::COLUMNS: return Fp8Blocks::ROWS;
-        case Fp8Blocks::SQUARES_T: return Fp8Blocks::SQUARES;
+        case COLUMNS: return ROWS;
+        case SQUARES_T: return SQUARES;
+        case MX_COLUMNS: return MX_ROWS;
         default: return blocks(o);
         }
     }

@@ -178,7 +178,7 @@ inline double tile_waves(const Machine& machine, double rows, double columns, do
 }
 // Return the rate of products of 8-bit codes; 0: the machine multiplies their values.
 inline double codes_rate(const CostModel& c, Fp8 fp8) {
-    return fp8 == Fp8::NONE ? 0 : c.machine.fp8_rate(fp8 == Fp8::BLOCK);
+    return fp8 == Fp8::NONE ? 0 : c.machine.fp8_rate(fp8);
 }
 
 // Return the seconds of a product (rows,in) x (in,out), or of one with a stack of matrices, which
@@ -233,7 +233,9 @@ inline double cast_seconds(const CostModel& c, const Plan& p, const Model& model
     Fp8 fp8 = model.shape.fp8.kind;
     if (fp8 == Fp8::NONE) return 0;
     // Weights whose casts are kept are cast in one micro-batch of a step.
+    // The values of MX's W^T are not kept.
     double weights = keeps_casts(p, model) ? 1.0 / p.micro_batches : 1;
+    double turned = fp8 == Fp8::MX && codes_rate(c, fp8) == 0 ? 1 : weights;
     double N = p.rows();
     double elements = 0;
     for (const Parameter& w : model.parameters) {
@@ -245,11 +247,11 @@ inline double cast_seconds(const CostModel& c, const Plan& p, const Model& model
             behind |= fp8 != Fp8::DELAYED && w.name.ends_with(name);
         double inp = behind ? 0 : N * w.local_cols();
         double dout = N * w.local_rows();
-        double weight = weights * w.local_elements();
+        double weight = w.local_elements();
         bool trained = model.buckets[w.bucket].trainable;
         switch (makes) {
-        case Makes::OUT: elements += inp + weight; break;
-        case Makes::DINP: elements += dout + weight; break;
+        case Makes::OUT: elements += inp + weights * weight; break;
+        case Makes::DINP: elements += dout + turned * weight; break;
         case Makes::DW: elements += trained ? dout + inp : 0; break;
         }
     }

@@ -128,6 +128,7 @@ void split_stages(Prices<T, S>& prices, Layout& layout) {
 // Return the price of a layer's passes. The head runs entirely in its backward pass.
 template <typename T, typename S>
 Price price_layer(const Prices<T, S>& prices, const Plan& p, const Model& model, int layer) {
+    using enum Kind;
     auto seconds = [&](Op op) {
         return total_of(layer_seconds(prices.cost, p, model, {op, 0, layer}));
     };
@@ -140,16 +141,16 @@ Price price_layer(const Prices<T, S>& prices, const Plan& p, const Model& model,
     Price e;
     e.forward = seconds(Op::F);
     e.backward = backward ? seconds(Op::B) : 0;
-    e.passing = bytes(Kind::SCRATCH) + 2 * bytes(Kind::DSTREAM);
+    e.passing = bytes(SCRATCH) + 2 * bytes(DSTREAM);
     if (!block || !backward) return e;
 
     // A block's input stays until its backward pass.
     if (p.recompute.of(layer) != Recompute::NONE)
         e.backward += seconds(Op::R);
-    e.kept_b = bytes(Kind::KEPT_B);
-    e.kept_w = bytes(Kind::KEPT_W) + bytes(Kind::STREAM);
+    e.kept_b = bytes(KEPT_B);
+    e.kept_w = bytes(KEPT_W) + bytes(STREAM);
     e.block = e.kept_b + e.kept_w;
-    for (Kind kind : {Kind::REDO_B, Kind::REDO_W, Kind::GRADIENT_B, Kind::GRADIENT_W})
+    for (Kind kind : {REDO_B, REDO_W, GRADIENT_B, GRADIENT_W})
         e.passing += bytes(kind);
     return e;
 }
@@ -158,6 +159,8 @@ Price price_layer(const Prices<T, S>& prices, const Plan& p, const Model& model,
 // a head on another stage.
 template <typename T, typename S>
 Price price_buckets(const Prices<T, S>& prices, const Plan& p, const Model& model, int layer) {
+    using enum Op;
+    using enum Kind;
     Price e;
     CostModel c = prices.cost;
     c.bytes = [&](const Plan& p, Data d) {
@@ -171,7 +174,7 @@ Price price_buckets(const Prices<T, S>& prices, const Plan& p, const Model& mode
         auto bytes = [&](Kind kind, int chunk = -1) {
             return double(c.bytes(p, {kind, b, -1, chunk}));
         };
-        auto seconds = [&](Op op, int chunk = -1, Kind kind = Kind::WEIGHT) {
+        auto seconds = [&](Op op, int chunk = -1, Kind kind = WEIGHT) {
             Action a = {op, -1, -1, b, false, {}, chunk};
             a.kind = kind;
             return total_of(action_seconds(c, p, model, a));
@@ -187,49 +190,49 @@ Price price_buckets(const Prices<T, S>& prices, const Plan& p, const Model& mode
         // Weights, of frozen buckets too. Those that are cut or lie in another tier come for a use.
         const Bucket& bucket = model.buckets[b];
         bool away = p.layout.offload.weights;
-        bool cut = is_sharded(p.layout, model, {Kind::WEIGHT, b});
-        keep(Kind::WEIGHT);
-        if (cut) e.gather += uses * seconds(Op::GATHER);
-        if (away) e.fetch += uses * seconds(Op::FETCH);
-        if (cut || away) e.passing += bytes(Kind::GATHERED);
+        bool cut = is_sharded(p.layout, model, {WEIGHT, b});
+        keep(WEIGHT);
+        if (cut) e.gather += uses * seconds(GATHER);
+        if (away) e.fetch += uses * seconds(FETCH);
+        if (cut || away) e.passing += bytes(GATHERED);
         bool casts = keeps_casts(p, model);
         int end = bucket.first + bucket.count;
         for (int i = bucket.first; casts && i < end; i++) {
             const Parameter& w = model.parameters[i];
             if (w.matrix >= 0)
-                e.lasting += fp8_cast_bytes(w.local_rows(), w.local_cols());
+                e.lasting += fp8_cast_bytes(w.local_rows(), w.local_cols(), model.shape.fp8.kind);
         }
         if (!bucket.trainable || !trains) continue;
 
         // Gradients. One in another tier comes for each micro-batch, and leaves again.
-        keep(Kind::GRAD);
-        if (bucket.tied()) keep(Kind::GRAD_TIED);
+        keep(GRAD);
+        if (bucket.tied()) keep(GRAD_TIED);
         bool leaves = p.layout.offload.gradients;
-        e.move += leaves ? seconds(Op::PARK, -1, Kind::GRAD) : 0;
-        e.passing += leaves ? bytes(Kind::GRAD) : 0;
+        e.move += leaves ? seconds(PARK, -1, GRAD) : 0;
+        e.passing += leaves ? bytes(GRAD) : 0;
         if (p.layout.zero >= 2)
-            e.passing += bytes(Kind::PARTIAL);
-        e.reduce += seconds(Op::REDUCE);
+            e.passing += bytes(PARTIAL);
+        e.reduce += seconds(REDUCE);
 
         // The optimizer, and its update: data of another tier than its own come and go by chunks.
-        keep(Kind::MASTER);
+        keep(MASTER);
         size_t states = optimizer_row(p.optimizer).states.size();
-        keep(Kind::STATE, model.muon ? 1 : double(states));
-        keep(Kind::EMA);
+        keep(STATE, model.muon ? 1 : double(states));
+        keep(EMA);
         if (is_published(p.layout, bucket))
-            e.publish += seconds(Op::PUBLISH);
-        e.update += seconds(Op::UPDATE);
+            e.publish += seconds(PUBLISH);
+        e.update += seconds(UPDATE);
         double elements = double(updated_range(p.layout, model, b).count);
         if (!p.offload.cuts_updates() || elements == 0) continue;
         double of_chunk = std::min(elements, double(p.offload.chunk));
         double chunks = elements / of_chunk;
-        double both_ways = seconds(Op::FETCH, 0) + seconds(Op::PARK, 0);
+        double both_ways = seconds(FETCH, 0) + seconds(PARK, 0);
         if (has_muon_matrices(p.layout, model, b))
-            for (Op op : {Op::FETCH, Op::PARK})
-                both_ways += seconds(op, 0, Kind::MOMENTUM);
+            for (Op op : {FETCH, PARK})
+                both_ways += seconds(op, 0, MOMENTUM);
         e.staged += chunks * both_ways;
         if (is_here(p.offload.update, prices.where))
-            e.chunk = std::max(e.chunk, bytes(Kind::STAGED, 0));
+            e.chunk = std::max(e.chunk, bytes(STAGED, 0));
     }
     return e;
 }

@@ -51,8 +51,8 @@ template <typename S> Machine machine_asked(const Config& c, const char* flag, S
     int sharers = sharers_of_card(c);
     machine.cards = std::max(machine.cards, double(sharers));
     for (MachineNumber rate : {&Machine::half_tf, &Machine::single_tf, &Machine::fp8_tf,
-                               &Machine::fp8_block_tf, &Machine::memory_tb, &Machine::host_gb,
-                               &Machine::host_memory_gb, &Machine::disk_gb})
+                               &Machine::fp8_block_tf, &Machine::fp8_mx_tf, &Machine::memory_tb,
+                               &Machine::host_gb, &Machine::host_memory_gb, &Machine::disk_gb})
         machine.*rate /= sharers;
     return machine;
 }

@@ -688,8 +688,7 @@ TEST_F(Checkpoints, SharesOfTensorParallelRanksAreReadWhole) {
         });
 }
 
-// Two elements that change places change the sum, and one turned bit changes half
-// the bits of its term.
+// Two elements that change places change the sum; one turned bit changes half of its term's bits.
 TEST_F(Checkpoints, ASumKnowsPlacesAndBits) {
     for (uint64_t i = 0; i < 1000; i++) {
         uint64_t a = element_sum(i, 7) + element_sum(i + 1, 8);
@@ -878,8 +877,7 @@ TEST_F(Checkpoints, ARankThatComputesWrongIsNamedByAReplay) {
                   replay + " 2 made another result of B(0,1) than the others");
     }
 
-    // With two ranks nobody can say which one is wrong, unless a rank differs
-    // from its own first time.
+    // With two ranks nobody can say which is wrong, unless a rank differs from its own first time.
     EXPECT_EQ(replay_with(two, s, 1, Op::F, Wrong::ALWAYS),
               replay + "s 0 and 1 made different results of F(0,1), each its own again");
     EXPECT_EQ(replay_with(two, s, 1, Op::F, Wrong::AT_TIMES),
@@ -910,8 +908,7 @@ TEST_F(Checkpoints, AReplayBeginsWithEvenWeights) {
     });
 }
 
-// A load whose weights differ from those that were saved says so, even if
-// the files' checksums agree.
+// A load whose weights differ from those that were saved says so, even if checksums agree.
 TEST_F(Checkpoints, ALoadComparesTheWeightsSums) {
     Shape s = shapes_to_cut()[0];
     on_ranks<float>(layouts[3], s, 3, [&](Small<float>& m) {

@@ -269,7 +269,7 @@ TEST(Config, RefusesWhatIsNotBuiltByName) {
                "--ep 2 shares out experts, and the model has none: leave it");
 
     // fp8 and its options.
-    EXPECT_HAS(parse("--fp8 row"_flags), "none|block|tensor|delayed");
+    EXPECT_HAS(parse("--fp8 row"_flags), "none|block|tensor|delayed|mx");
     EXPECT_EQ(check("--fp8 block"_flags), "--fp8 block quantises what is bf16, and not what is of "
                                          "--precision fp32: give --precision bf16");
     EXPECT_HAS(check("--fp8 tensor --precision fp16"_flags), "give --precision bf16");
@@ -604,8 +604,7 @@ TEST(Config, RefusesWhatCannotWork) {
         EXPECT_EQ(check({"--steps", "0", "--sample-tokens", "0", use}), "") << use;
 }
 
-// Experts, routers, upcycling and expert-parallel ranks, each for a model that
-// can have them or not.
+// Experts, routers, upcycling, expert-parallel ranks, each for a model that can have them or not.
 TEST(Config, ExpertsReplaceALlamasFfnOrAreRefused) {
     Shape s;
     auto check = [&](std::vector<std::string> words, const char* model = "tiny-llama") {

@@ -103,8 +103,7 @@ static std::vector<int> starts(const DataLoader& d, uint64_t first, size_t count
 }
 
 TEST(Data, EveryWindowOnceAnEpochOverAllKindsOfFiles) {
-    // With windows of 4 + 1, 41 tokens make 10 windows, 17 make exactly 4, 4
-    // make none, and 16 make 3.
+    // With windows of 4 + 1, 41 tokens make 10 windows, 17 make 4, 4 make none, and 16 make 3.
     std::string value =
         shard("u16.bin", positions(1000, 41), 2) + "," + shard("short.bin", positions(900, 4), 2) +
         "," + text_file("text.txt", 200, 30) + "," + shard("u32.bin", positions(100000, 17), 4) +

@@ -363,8 +363,7 @@ TEST(BitsPerByte, SpecialTokensHaveNone) {
 // ----------------------------------------------------------------------------
 // log-likelihoods
 
-// Candidates of random tokens, with contexts and completions of many lengths up
-// to the last position.
+// Candidates of random tokens, with contexts and completions of many lengths.
 std::vector<Candidate> random_candidates(const Shape& s, size_t count, size_t longest) {
     std::vector<Candidate> all(count);
     for (size_t i = 0; i < count; i++) {

@@ -201,8 +201,7 @@ struct Two {
     }
 };
 
-// Run body(world, two states) on each rank: on one rank, or on two that both
-// have something to write.
+// Run body(world, two states) on each rank: on one, or on two that both have something to write.
 template <typename F> void on_ranks(int ranks, F body) {
     Shape wide = llama_shape(2, 4, 2, 64, 60, 61, 32, 10000);
     int status = run_local_ranks(ranks, {}, [&](const Comm& world) {
@@ -267,8 +266,7 @@ static void sweep_saves(const std::string& dir, int ranks, Fault fault, std::vec
                 ASSERT_NE(wrong.find(out), std::string::npos) << wrong;
             }
 
-            // A call that fails once must be reported, unless it only removes
-            // what is no longer needed.
+            // A call that fails once must be reported, unless it only removes what is not needed.
             std::string call = disk.met.substr(0, disk.met.find(' '));
             bool removal =
                 call == "unlink" || call == "rmdir" || disk.met == "rename step_00000001.tmp";
@@ -441,8 +439,7 @@ TEST_F(Files, ACrashOrFailureAtAnyCallOfAPreparationLosesNothing) {
         return wrong;
     };
 
-    // Prepare on a good disk. 29 tokens make shards of 5, 20 and 4, and a
-    // manifest; no lock is left.
+    // Prepare on a good disk. 29 tokens make shards of 5, 20 and 4, a manifest, and no lock.
     fs::create_directories(dir + "/out");
     ASSERT_EQ(prepared(), "");
     auto expected = files();
@@ -552,8 +549,7 @@ TEST_F(Files, ASaveSyncsBeforeItRenames) {
         return disk.log.rend() - it;
     };
 
-    // The order of the calls for each rank's file, from the folder to the
-    // removal of the older step.
+    // The order of the calls for a rank's file, from the folder to the removal of the older step.
     for (const std::string rank : {"rank_00000.safetensors", "rank_00001.safetensors"}) {
         std::vector<std::string> order = {
             "mkdir step_00000002.tmp", "write " + rank + ".tmp",   "fsync " + rank + ".tmp",

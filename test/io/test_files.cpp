@@ -336,8 +336,7 @@ TEST_F(Files, ManifestsAreBelievedFieldByField) {
     EXPECT_HAS(read_manifest(dir, &read), "nested more than 100 brackets deep");
 }
 
-// More ranks than heads: a program that divides by a rank's share of the heads
-// would divide by zero.
+// More ranks than heads: a program that divides by a rank's heads would divide by zero.
 TEST(TensorParallel, RanksShareHeads) {
     Shape s = llama_shape(2, 4, 2, 16, 20, 61, 32, 10000);
     for (size_t tp : {1, 2, 4}) EXPECT_TRUE(tp_divides(s, tp)) << tp;

@@ -419,8 +419,7 @@ static void expect_gguf(const std::string& path, const Shape& s, const Model& mo
         ASSERT_TRUE(f.tensors.count(theirs)) << theirs;
         const Parameter& p = *table.at(ours);
 
-        // Its sizes and its type: vectors stay float, and rows that are not whole
-        // blocks of 32 are fp16.
+        // Its sizes and its type: vectors stay float; rows that are not blocks of 32 are fp16.
         const Gguf::Tensor& t = f.tensors[theirs];
         std::vector<uint64_t> sizes = {p.file_rows};
         if (p.shape.size() == 2) sizes.insert(sizes.begin(), p.cols());
@@ -721,8 +720,7 @@ TEST_F(Interchange, WrongModelFilesAreNamed) {
 // ----------------------------------------------------------------------------
 // tokenizers of exports
 
-// Pieces of words, letters of several scripts, runs of spaces and line ends, and
-// bytes of no character.
+// Pieces of words, letters of several scripts, runs of spaces and line ends, single bytes.
 static std::string random_text(uint64_t n, bool any_bytes) {
     static const std::vector<std::string> parts = {
         "the", " the", "Once",   "upon",         " a", "'s",   "'LL", "123456789",

@@ -27,8 +27,7 @@ TEST(Labels, EachQuestionOfAWindowGetsTheAnswerBeforeItsOwn) {
     EXPECT_EQ(answers.size(), 2u);
     EXPECT_EQ(mismatched_window(answers, tokens.data(), targets.data(), 12, '.'), 3u);
 
-    // Each question now has the answer before its own; the first takes the last
-    // of the window before.
+    // Each question now has the answer before its own; the first takes the last of the window.
     std::string text, trained;
     for (size_t i = 0; i < 12; i++) {
         text += char(tokens[i] & 0x7f);

@@ -159,8 +159,7 @@ TEST_F(Prepare, ATextIsCutAtItsEndOfText) {
     EXPECT_EQ(shard(out("x.bin")), (Tokens{t.eot, 257, t.eot, '\n', 'c', t.eot, 'd'}));
     EXPECT_EQ(manifest()["documents"], 3);
 
-    // If the tokenizer has a token that begins a text, as Llama's have,
-    // that token separates documents.
+    // If the tokenizer has a token that begins a text, as Llama's have, it separates documents.
     t.bos = 7;
     c.prepare = dir + "/out/bos.bin";
     ASSERT_EQ(run(), "");
@@ -416,8 +415,7 @@ TEST_F(Prepare, BlocksOfATextHaveTheTokensOfTheWhole) {
         blocks_are_the_whole(small_bpe(), english_text(random, 600), batch);
 }
 
-// A space is put in front of a text, not of a block. Of several spaces one stays,
-// if the model says so.
+// A space is put before a text, not before a block. Of several one stays, if the model says so.
 TEST_F(Prepare, BlocksOfATextHaveNoSpaceInFront) {
     std::mt19937 random(8);
     for (bool extra : {true, false})
@@ -502,8 +500,7 @@ TEST_F(Prepare, AKillAtAnyMomentChangesNoByte) {
     auto expected = files();
     ASSERT_GT(expected.size(), 20u);
 
-    // Kill children at random moments until one finishes. The files are those of
-    // the run without a kill.
+    // Kill children at random moments until one finishes: its files are those without a kill.
     for (int round = 0; round < 6 || resumed < 6; round++) {
         ASSERT_LT(round, 50) << kills << " kills";
         fs::remove_all(dir + "/out"), fs::create_directories(dir + "/out");
@@ -540,8 +537,7 @@ TEST_F(Prepare, AFinishedOneSaysSoAndDoesNothing) {
 // ----------------------------------------------------------------------------
 // what is refused
 
-// The files of one preparation are in the way of another, whether the first
-// one has finished or not.
+// The files of one preparation are in the way of another, whether the first has finished or not.
 TEST_F(Prepare, OtherInputsAreRefused) {
     c.data = put("a.txt", "some text"), c.shard_tokens = 4;
     auto written = fs::last_write_time(c.data);
@@ -757,8 +753,7 @@ TEST_F(Prepare, FilesCutShortAreNamed) {
             }
         }
 
-        // Bytes after the end: zeros are harmless, anything else is noted for gzip
-        // and refused for zstd.
+        // Bytes after the end: zeros are harmless, others are noted for gzip and refused for zstd.
         c.data = put(name, whole + std::string(512, '\0')); // padded to a tape's block
         if (packed == ".gz") {
             EXPECT_EQ(again(), "");

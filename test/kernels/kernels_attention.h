@@ -84,8 +84,7 @@ inline std::vector<AttentionCase> cap_cases() {
             {2, 33, 40, 2, 1, 160, 3, false, all, 0, 0, 0, 2}};
 }
 
-// Put rows (B, n, width) into memory with strides. The gaps hold NaN: nobody
-// may read or write them.
+// Put rows (B, n, width) into memory with strides. Gaps hold NaN: nobody may read or write them.
 inline std::vector<double> spread(const std::vector<double>& from, size_t B, size_t n, size_t width,
                                   size_t stride, size_t batch) {
     std::vector<double> to(B * batch, NAN);

@@ -166,8 +166,7 @@ template <typename T> void rope_kernels(Check& c) {
     }
 }
 
-// Three sums in one launch, of matrices with different rows and columns. The
-// second sum is not wanted.
+// Three sums in one launch, of matrices with different rows and columns. The second is unwanted.
 template <typename T> void column_sum_kernels(Check& c) {
     for (NormCase s : column_cases())
         for (bool accumulate : {false, true}) {

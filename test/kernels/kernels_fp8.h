@@ -41,7 +41,7 @@ inline std::vector<bf16> fp8_inputs(Check& c, size_t rows, size_t cols, bool fin
 // Every kind of block, as codes and as the values that the codes stand for, both also transposed.
 template <typename F> void fp8_kernels(Check& c) {
     for (auto [rows, cols] : fp8_shapes())
-        for (int kind = 0; kind <= int(Fp8Blocks::WHOLE); kind++)
+        for (int kind = 0; kind <= int(Fp8Blocks::MX_COLUMNS); kind++)
             for (bool finite : {true, false}) {
                 Fp8Blocks blocks = Fp8Blocks(kind);
                 CASE(c, "fp8 %d bits of mantissa, %zux%zu, blocks %d, finite %d", F::MANTISSA, rows,
@@ -218,8 +218,7 @@ inline void fp8_delayed_kernels(Check& c) {
 // ----------------------------------------------------------------------------
 // linear layers
 
-// Sizes that tensor cores take, in whole blocks and in ragged ones, and one size
-// that they do not take.
+// Sizes that tensor cores take, in whole and in ragged blocks, and one that they do not take.
 inline std::vector<std::array<size_t, 3>> fp8_linear_shapes() { // N OC IC
     if (SMALL) return {{16, 16, 144}};
     return {{16, 144, 272}, {144, 16, 32}, {9, 7, 5}};
@@ -262,7 +261,7 @@ struct Fp8Layer {
 // that codes stand for.
 inline void fp8_linear_kernels(Check& c) {
     for (auto [N, OC, IC] : fp8_linear_shapes())
-        for (Fp8 fp8 : {Fp8::BLOCK, Fp8::TENSOR}) {
+        for (Fp8 fp8 : {Fp8::BLOCK, Fp8::TENSOR, Fp8::MX}) {
             CASE(c, "linear fp8 %d N=%zu OC=%zu IC=%zu", int(fp8), N, OC, IC);
             auto x = rounded<bf16>(normals(c, N * IC)), w = rounded<bf16>(normals(c, OC * IC));
             auto dy = rounded<bf16>(normals(c, N * OC)), b = rounded<bf16>(normals(c, OC));
@@ -289,7 +288,7 @@ inline void fp8_linear_kernels(Check& c) {
 
             // Both results are rounded to bf16, the CPU's and the device's: two roundings.
             every_order(c, [&](Outputs& o) {
-                Fp8Layer codes(x, w, dy, b, N, fp8, 90);
+                Fp8Layer codes(x, w, dy, b, N, fp8, fp8 == Fp8::MX ? 100 : 90);
                 double terms = largest(x) * largest(w);
                 o.add("out", codes.out, as_double(out), tolerance<bf16>(IC + 2, 2), terms);
                 o.add("dinp", codes.dinp, as_double(dinp), tolerance<bf16>(OC, 2), terms);
@@ -307,8 +306,8 @@ inline void fp8_linear_kernels(Check& c) {
 // tensor cores multiply codes they refuse the third matrix, which has seven rows.
 inline void fp8_shared_kernels(Check& c) {
     size_t N = 16, IC = 144;
-    for (Fp8 fp8 : {Fp8::BLOCK, Fp8::TENSOR})
-        for ([[maybe_unused]] int architecture : {86, 90}) {
+    for (Fp8 fp8 : {Fp8::BLOCK, Fp8::TENSOR, Fp8::MX})
+        for ([[maybe_unused]] int architecture : {86, 90, 100}) {
             CASE(c, "shared fp8 %d sm_%d", int(fp8), architecture);
             auto x = rounded<bf16>(normals(c, N * IC));
             auto w = rounded<bf16>(normals(c, 144 * IC)), dy = rounded<bf16>(normals(c, N * 144));

@@ -288,8 +288,7 @@ template <typename T> void grouped_kernels(Check& c) {
     std::vector<Case> cases = {{{0, 1}, 1, 1}, {{0, 0, 3, 3, 4}, 9, 17},
                                {{0, 0, 65, 66, 66, 90}, 70, 20}, {{0, 40, 40}, 24, 130}};
 
-    // Multiples of 8 go to tensor cores: whole tiles and a rest, sums of one
-    // stage to five and a rest.
+    // Multiples of 8 go to tensor cores: whole tiles and a rest, sums of one to five stages.
     cases.push_back({{0, 0, 1, 130, 130, 147, 147}, 136, 40});
     cases.push_back({{0, 0, 72, 72}, 16, 264});
 

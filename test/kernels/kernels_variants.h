@@ -66,8 +66,7 @@ template <typename T> void rmsnorm_more_kernels(Check& c) {
                 got_dt(N);
             Array<float> sums(rmsnorm_sums(N, C, stream));
 
-            // The sums of rows alone, then the norm that continues them, with
-            // and without an output.
+            // The sums of rows alone, then the norm that continues them, with or without an output.
             const T* none = nullptr;
             rmsnorm_row_sums(got_sq.data, inp.data, none, weight.data, N, C, 1, stream);
             rmsnorm_row_sums(got_dt.data, inp.data, d.data, weight.data, N, C, 1, stream);

@@ -177,6 +177,10 @@ TEST(Fp8, ScalesAreTheLargestPowersOfTwoThatFit) {
 // The number of an element's scale, by the definition of blocks.
 static size_t place_of(size_t r, size_t c, size_t rows, size_t cols, Fp8Blocks b) {
     size_t across = (cols + 511) / 512 * 4, down = (rows + 511) / 512 * 4;
+    if (b == Fp8Blocks::MX_COLUMNS) return place_of(c, r, cols, rows, Fp8Blocks::MX_ROWS);
+    if (b == Fp8Blocks::MX_ROWS) // four scales of a row lie together, of rows 32 apart next
+        return (r / 128 * ((cols + 127) / 128) + c / 128) * 512 + r % 32 * 16 + r / 32 % 4 * 4 +
+               c / 32 % 4;
     return b == Fp8Blocks::ROWS        ? c / 128 * rows + r
            : b == Fp8Blocks::COLUMNS   ? r / 128 * cols + c
            : b == Fp8Blocks::SQUARES   ? r / 128 * across + c / 128
@@ -208,13 +212,15 @@ template <typename F> static void expect_quantised(size_t rows, size_t cols, Fp8
         std::vector<F> codes(x.size(), F{0x55}), transposed(x.size(), F{0x55});
         std::vector<bf16> values(x.size()), values_t(x.size());
         std::vector<float> inverse(fp8_scales(rows, cols, blocks), -1);
+        std::vector<uint8_t> exponents(inverse.size(), 7);
+        bool mx = is_mx(blocks);
+        void* scales = mx ? (void*)exponents.data() : inverse.data();
         uint32_t amax = 0;
 
         F* no_codes = nullptr;
         float* no_scales = nullptr;
 
-        fp8_quantise<F>(codes.data(), no_codes, inverse.data(), x.data(), &amax, rows, cols, blocks,
-                        Cpu{});
+        fp8_quantise<F>(codes.data(), no_codes, scales, x.data(), &amax, rows, cols, blocks, Cpu{});
         fp8_quantise<F>(no_codes, transposed.data(), no_scales, x.data(), &amax, rows, cols, blocks,
                         Cpu{});
         fp8_quantise<F>(values.data(), values_t.data(), no_scales, x.data(), &amax, rows, cols,
@@ -228,9 +234,13 @@ template <typename F> static void expect_quantised(size_t rows, size_t cols, Fp8
             m = std::isfinite(v) ? std::max(m, v) : INFINITY;
         }
 
-        // A scale that belongs to no block stays as it was.
-        for (size_t b = 0; b < most.size(); b++)
-            ASSERT_EQ(inverse[b], most[b] < 0 ? -1 : float(1 / scale_of(most[b], top))) << b;
+        // A scale of no block stays as it was, but MX's byte is 0, as for zeros: a GPU reads it.
+        for (size_t b = 0; b < most.size(); b++) {
+            if (mx) inverse[b] = float(std::ldexp(1, exponents[b] - 127));
+            double want = most[b] >= 0 ? 1 / scale_of(most[b], top) : -1;
+            if (mx && most[b] <= 0) want = std::ldexp(1, -127);
+            ASSERT_EQ(inverse[b], float(want)) << b;
+        }
 
         for (size_t i = 0; i < x.size(); i++) {
             size_t r = i / cols, c = i % cols, block = place_of(r, c, rows, cols, blocks);
@@ -254,41 +264,14 @@ template <typename F> static void expect_quantised(size_t rows, size_t cols, Fp8
 }
 
 TEST(Fp8, MatricesInBlocksOfEveryKind) {
-    for (Fp8Blocks blocks : {Fp8Blocks::ROWS, Fp8Blocks::COLUMNS, Fp8Blocks::SQUARES,
-                             Fp8Blocks::SQUARES_T, Fp8Blocks::WHOLE})
+    for (int kind = 0; kind <= int(Fp8Blocks::MX_COLUMNS); kind++)
         for (auto [rows, cols] :
              {std::pair(1, 1), {3, 129}, {128, 128}, {130, 40}, {257, 131}, {20, 700}}) {
-            SCOPED_TRACE(testing::Message() << int(blocks) << " " << rows << "x" << cols);
+            SCOPED_TRACE(testing::Message() << kind << " " << rows << "x" << cols);
+            Fp8Blocks blocks = Fp8Blocks(kind);
             expect_quantised<e4m3>(size_t(rows), size_t(cols), blocks);
             expect_quantised<e5m2>(size_t(rows), size_t(cols), blocks);
         }
-}
-
-// A piece of a matrix has the codes of the whole if it is cut at multiples of 128: rows of ranks
-// and of micro-batches, columns of tensor-parallel ranks.
-TEST(Fp8, CutsAtMultiplesOf128ChangeNoCode) {
-    size_t rows = 256, cols = 384;
-    auto x = mixed_matrix(rows, cols, 11, true);
-    for (Fp8Blocks blocks : {Fp8Blocks::ROWS, Fp8Blocks::COLUMNS, Fp8Blocks::SQUARES}) {
-        // The whole matrix.
-        std::vector<bf16> whole(x.size()), part(128 * 128), values(128 * 128);
-        bf16* none = nullptr;
-        float* no_scales = nullptr;
-        uint32_t amax = 0;
-        fp8_quantise<e4m3>(whole.data(), none, no_scales, x.data(), &amax, rows, cols, blocks,
-                           Cpu{});
-
-        // Its pieces of 128 by 128.
-        for (size_t r0 = 0; r0 < rows; r0 += 128)
-            for (size_t c0 = 0; c0 < cols; c0 += 128) {
-                for (size_t i = 0; i < part.size(); i++)
-                    part[i] = x[(r0 + i / 128) * cols + c0 + i % 128];
-                fp8_quantise<e4m3>(values.data(), none, no_scales, part.data(), &amax, 128, 128,
-                                   blocks, Cpu{});
-                for (size_t i = 0; i < part.size(); i++)
-                    ASSERT_EQ(values[i].bits, whole[(r0 + i / 128) * cols + c0 + i % 128].bits);
-            }
-    }
 }
 
 // Cut a matrix anywhere, cast each part with maxima of all parts, and compare with a cast of the
@@ -561,41 +544,44 @@ static std::vector<bf16> late_left_of(const std::vector<bf16>& x, double scale,
     return left;
 }
 
+// How recipes cut operands of sums along rows, and of sums along columns.
+struct Cut {
+    Fp8 recipe;
+    Fp8Blocks rows, columns, w, w_turned;
+    Definition gradient;
+};
+typedef Fp8Blocks B;
+static const Cut cuts[] = {
+    {Fp8::BLOCK, B::ROWS, B::COLUMNS, B::SQUARES, B::SQUARES_T, E4M3},
+    {Fp8::TENSOR, B::WHOLE, B::WHOLE, B::WHOLE, B::WHOLE, E5M2},
+    {Fp8::MX, B::MX_ROWS, B::MX_COLUMNS, B::MX_ROWS, B::MX_COLUMNS, E4M3},
+};
+
 // A product of fp8 operands has the bits of the bf16 product of what the codes stand for.
 TEST(Fp8, LinearLayersAreProductsOfWhatCodesStandFor) {
+    auto same = [](const auto& a, const auto& b) {
+        return memcmp(a.data(), b.data(), a.size() * sizeof(a[0])) == 0;
+    };
     for (auto [N, OC, IC] : {std::array<size_t, 3>{1, 3, 5}, {130, 40, 260}, {256, 300, 128},
                              {9, 8, 4096}, {2000, 20, 30}})
-        for (bool accumulate : {false, true}) {
-            SCOPED_TRACE(testing::Message() << N << " " << OC << " " << IC << " " << accumulate);
+        for (const Cut& cut : cuts) {
             auto x = mixed_matrix(N, IC, 1, true), dy = mixed_matrix(N, OC, 2, true);
             auto w = mixed_matrix(OC, IC, 3, true);
             LinearOperandsOf all = {x, dy, w};
-
-            // Values of codes: in blocks along each product's sum, and with one scale a tensor.
-            auto rows = Fp8Blocks::ROWS, columns = Fp8Blocks::COLUMNS, squares = Fp8Blocks::SQUARES;
-            LinearOperandsOf across = {left_of(x, N, IC, rows, E4M3),
-                                       left_of(dy, N, OC, rows, E4M3),
-                                       left_of(w, OC, IC, squares, E4M3)};
-            LinearOperandsOf down = {left_of(x, N, IC, columns, E4M3),
-                                     left_of(dy, N, OC, columns, E4M3), {}};
-            auto whole = Fp8Blocks::WHOLE;
-            LinearOperandsOf one = {left_of(x, N, IC, whole, E4M3), left_of(dy, N, OC, whole, E5M2),
-                                    left_of(w, OC, IC, whole, E4M3)};
-
-            // Both recipes, from codes and from values.
-            for (Fp8 recipe : {Fp8::BLOCK, Fp8::TENSOR}) {
-                LinearRun got = run_linear({all, all, all}, N, OC, IC, recipe, accumulate);
-                bool block = recipe == Fp8::BLOCK;
-                const LinearOperandsOf& first = block ? across : one;
-                const LinearOperandsOf& last = block ? down : one;
-                LinearRun want = run_linear({first, first, last}, N, OC, IC, Fp8::NONE, accumulate);
-                auto same = [](const auto& a, const auto& b) {
-                    return memcmp(a.data(), b.data(), a.size() * sizeof(a[0])) == 0;
-                };
+            LinearOperandsOf out = {left_of(x, N, IC, cut.rows, E4M3), {},
+                                    left_of(w, OC, IC, cut.w, E4M3)};
+            LinearOperandsOf dinp = {{}, left_of(dy, N, OC, cut.rows, cut.gradient),
+                                     left_of(w, OC, IC, cut.w_turned, E4M3)};
+            LinearOperandsOf dw = {left_of(x, N, IC, cut.columns, E4M3),
+                                   left_of(dy, N, OC, cut.columns, cut.gradient), {}};
+            for (bool accumulate : {false, true}) {
+                SCOPED_TRACE(testing::Message() << N << " " << OC << " " << IC << accumulate);
+                LinearRun got = run_linear({all, all, all}, N, OC, IC, cut.recipe, accumulate);
+                LinearRun want = run_linear({out, dinp, dw}, N, OC, IC, Fp8::NONE, accumulate);
                 EXPECT_TRUE(same(got.out, want.out));
                 EXPECT_TRUE(same(got.dinp, want.dinp));
                 EXPECT_TRUE(same(got.dweight, want.dweight));
-                if (!accumulate) expect_exact_sums(got, last, N, OC, IC);
+                if (!accumulate) expect_exact_sums(got, dw, N, OC, IC);
             }
         }
 }
@@ -650,7 +636,7 @@ TEST(Fp8, DelayedLinearLayersAreProductsOfWhatCodesStandFor) {
 TEST(Fp8, LinearLayersHideNothing) {
     size_t N = 4, OC = 130, IC = 140;
     for (float bad : {INFINITY, -NAN})
-        for (Fp8 recipe : {Fp8::BLOCK, Fp8::TENSOR}) {
+        for (Fp8 recipe : {Fp8::BLOCK, Fp8::TENSOR, Fp8::MX}) {
             auto x = mixed_matrix(N, IC, 1, true), dy = mixed_matrix(N, OC, 2, true);
             auto w = mixed_matrix(OC, IC, 3, true);
             x[2 * IC + 131] = from_acc<bf16>(bad);
@@ -683,6 +669,14 @@ TEST(Fp8, ProductsThatTheLibraryForbidsAreKnown) {
         EXPECT_EQ(fp8_refuses(tensor, architecture, before), nullptr) << architecture;
         EXPECT_EQ(fp8_refuses(blocks, architecture, now) == nullptr, architecture == 90);
     }
+
+    // MXFP8: Blackwell's.
+    Fp8Product mx = {128, 256, 512, B::MX_ROWS, B::MX_ROWS, false, false, Type::BF16};
+    for (int architecture : {89, 90, 100, 120})
+        EXPECT_EQ(fp8_refuses(mx, architecture, before) == nullptr, architecture >= 100);
+    EXPECT_TRUE(fp8_refuses(mx, 100, 120700));
+    for (auto size : {&Fp8Product::M, &Fp8Product::N, &Fp8Product::K})
+        EXPECT_TRUE(fp8_refuses(with(mx, [&](auto& p) { p.*size += 8; }), 100, now));
 
     // Older chips, and an older library.
     for (int architecture : {80, 86})

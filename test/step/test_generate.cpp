@@ -640,8 +640,7 @@ TEST(Drafts, GreedyTextsAreTheModelsOwn) {
         EXPECT_EQ(drafted_texts(s, 3, 9, 0), alone);
     }
 
-    // A draft that is the model itself is always right, so the model runs less often
-    // than it guesses.
+    // A draft that is the model itself is always right: the model runs less often than it guesses.
     Draft counts;
     EXPECT_EQ(drafted_texts(small_gpt2(), 3, 4, 0, true, &counts),
               drafted_texts(small_gpt2(), 1, 0, 0));
@@ -881,8 +880,7 @@ TEST_F(Prompts, CompletionsAreTheSameInEverySlotAndLayout) {
                               "--local-ranks 4 --slots 1", "--local-ranks 8 --tp 2"})
         EXPECT_EQ(completions(file + " --samples 2 " + flags), made) << flags;
 
-    // A third sample changes nothing of the first two. A file gets the same lines
-    // as standard output.
+    // A third sample changes nothing of the first two. A file gets the lines of standard output.
     std::string more = completions(file + " --samples 3"), into = path("made.jsonl");
     EXPECT_EQ(more.substr(0, more.find("\"sample\":2"))
                   .find(made.substr(0, made.find("\"id\":7,\"sample\":1"))),

@@ -706,19 +706,20 @@ TEST(Layouts, SmallStatesInBf16) {
             }
 }
 
-// fp8 in blocks of 128 tokens does not depend on the layout if 128 divides a sequence.
+// fp8 in blocks of 128 tokens, or of MX's 32, does not depend on the layout if they divide a sequence.
 // Pipelines, recomputation and split backward passes equal accumulation bit by bit. Two ranks
 // instead of two micro-batches add the same two gradients in float; blocks of other tokens would
 // change them by a hundredth.
 TEST(Layouts, Fp8BlocksDoNotKnowTheLayout) {
     int number = 0;
-    for (Shape shape : {small_gpt2(), small_llama()}) {
+    for (auto [shape, fp8] : {std::pair(small_gpt2(), Fp8::BLOCK), {small_llama(), Fp8::BLOCK},
+                              {small_gpt2(), Fp8::MX}}) {
         // Train with and without fp8 on one rank.
         shape.P = 128;
         LayoutCase one;
         one.T = 128;
         auto wide = run_layout<bf16>(shape, one, true);
-        shape.fp8.kind = Fp8::BLOCK;
+        shape.fp8.kind = fp8;
         auto want = run_layout<bf16>(shape, one, true);
         EXPECT_FALSE(want->losses == wide->losses); // fp8 is on
         EXPECT_LT(relative_error(want->losses, wide->losses), 0.02);
@@ -838,12 +839,14 @@ TEST(Layouts, Fp8OfTensorParallelRanks) {
     LayoutCase one, cut;
     one.T = cut.T = 128, one.micro_batches = cut.micro_batches = 1;
     cut.tp = 2;
-    shape.fp8.kind = Fp8::BLOCK;
-    auto want = run_layout<bf16>(shape, one, false);
-    for (bool rows : {false, true}) {
-        cut.sequence_parallel = rows;
-        auto got = run_layout<bf16>(shape, cut, false);
-        EXPECT_LT(relative_error(got->losses, want->losses), 1.0 / 64) << cut.text();
+    for (Fp8 fp8 : {Fp8::BLOCK, Fp8::MX}) {
+        shape.fp8.kind = fp8;
+        auto want = run_layout<bf16>(shape, one, false);
+        for (bool rows : {false, true}) {
+            cut.sequence_parallel = rows;
+            auto got = run_layout<bf16>(shape, cut, false);
+            EXPECT_LT(relative_error(got->losses, want->losses), 1.0 / 64) << cut.text();
+        }
     }
 }
 

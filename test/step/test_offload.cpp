@@ -668,6 +668,27 @@ TEST(Offload, FetchesGoOnUntilTheirUse) {
     EXPECT_GT(fetches, 16);
 }
 
+// A shard of weights that lie elsewhere is fetched two compute actions before it is gathered.
+TEST(Offload, AShardIsFetchedBeforeItIsGathered) {
+    Layout layout = small_layout(2);
+    layout.zero = 3;
+    layout.prefetch = 2;
+    PlanOptions o = small_plan(2, 8, 1);
+    o.offload.weights = Tier::HOST;
+    layout = with_tiers(layout, o.offload);
+    Model model = make_model(gpt2_shape(8, 3, 24, 61, 32), layout);
+    int computed = 0, gathers = 0;
+    std::map<int, int> fetched;
+    for (const Action& a : make_plan(layout, model, o).actions) {
+        computed += computes(a.op);
+        if (a.op == Op::FETCH) fetched[a.bucket] = computed;
+        if (a.op != Op::GATHER) continue;
+        gathers++;
+        EXPECT_EQ(computed - fetched.at(a.bucket), std::min(computed, 2)) << action_text(a, model);
+    }
+    EXPECT_GT(gathers, 16);
+}
+
 // With offloaded activations and full recomputation the device holds the residual streams of a few
 // layers, whatever the depth.
 TEST(Offload, ActivationsDoNotGrowWithDepth) {
@@ -726,8 +747,7 @@ TEST(Offload, APlanThatLosesAChunkIsRefused) {
     expect_chunks_checked(true);
 }
 
-// With offloaded masters and moments the device holds three chunks of them, whatever
-// the model's size.
+// With offloaded masters and moments the device holds three chunks of them, whatever the model.
 TEST(Offload, TheDeviceHoldsThreeChunks) {
     for (int layers : {2, 6, 24}) {
         // Place the model with its state on the device, in the host's memory, and in a file.
@@ -770,22 +790,28 @@ TEST(Offload, TheDeviceHoldsThreeChunks) {
 }
 
 // If the CPU updates, no byte of masters and moments is on the device, and the host has three
-// chunks of gradients and weights beside them.
+// chunks of gradients and weights beside them. A chunk is at most what this rank updates.
 TEST(Offload, OnTheHostOnlyGradientsAndWeightsTravel) {
     Shape shape = gpt2_shape(6, 4, 64, 256, 16);
-    auto place = [&](Tier tier) {
+    auto place = [&](Tier tier, int ranks = 1, size_t chunk = 8192) {
         PlanOptions o = small_plan(1, 16, 1);
-        o.offload = {.optimizer = tier, .chunk = 8192, .update = tier};
+        o.offload = {.optimizer = tier, .chunk = chunk, .update = tier};
+        Layout layout = small_layout(ranks);
+        layout.zero = ranks > 1;
         Trainer<bf16, Cpu> t;
-        trainer_place(t, shape, {o});
+        trainer_place(t, shape, {o}, layout);
         return t;
     };
+    auto halves = place(Tier::HOST, 2, 1 << 20).arena.memory[int(Tier::HOST)];
     auto here = place(Tier::DEVICE), there = place(Tier::HOST);
     size_t lasting = there.arena.memory[int(Tier::HOST)].persistent_bytes;
     EXPECT_EQ(here.arena.device().persistent_bytes - there.arena.device().persistent_bytes,
               lasting);
     EXPECT_EQ(there.arena.memory[int(Tier::HOST)].bytes, lasting + 3 * 8192 * 6);
     EXPECT_EQ(here.arena.peak[0], there.arena.peak[0]);
+    size_t largest = 0;
+    for (const Bucket& b : there.model.buckets) largest = std::max(largest, b.elements);
+    EXPECT_LE(halves.bytes - halves.persistent_bytes, 3 * largest / 2 * 6 + 6 * ARENA_ALIGN);
 
     // Per parameter a float gradient moves in, and a bf16 weight both ways.
     const Plan& p = there.plans[0];
@@ -842,8 +868,7 @@ TEST_F(OffloadRun, GoesOnInAnotherTier) {
     EXPECT_TRUE(fs::is_empty(folder)) << "the file has no name";
 }
 
-// Moments in 8 bits resume to the same bits: a checkpoint has the numbers that their
-// codes stand for.
+// Moments in 8 bits resume to the same bits: a checkpoint has the numbers that codes stand for.
 TEST_F(OffloadRun, GoesOnWithMomentsInEightBits) {
     auto files = [&](const std::string& out) {
         auto all = folder_bytes(path(out) + "/step_00000006");

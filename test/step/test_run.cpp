@@ -230,9 +230,8 @@ TEST_F(Run, ExplainSaysFlopsAndHours) {
     EXPECT_EQ(run(flags + "--eval").text.find("\nrun: "), std::string::npos);
 }
 
-// --explain draws a bar for each part of memory, as long as its share. A bar consists of full
-// blocks (U+2588, eight eighths of a column), and may end in a block of 7 to 1 eighths
-// (U+2589 to U+258F).
+// --explain draws a bar for each part of memory, as long as its share: full blocks (U+2588, eight
+// eighths of a column), and at its end one of 7 to 1 eighths (U+2589 to U+258F).
 TEST_F(Run, ExplainDrawsSharesOfMemory) {
     // Read each row's bytes, and the length of its bar in eighths.
     Ran r = run("--explain --model gpt2 --precision bf16 --micro-batch 4 --seq 1024");
@@ -262,9 +261,8 @@ TEST_F(Run, ExplainDrawsSharesOfMemory) {
     EXPECT_NEAR(sum, total, 0.01 * total);
 }
 
-// --explain of Llama 3's longest sequences on 16,384 GPUs (arXiv:2407.21783, table 4). With
-// cp 16 a rank has 8,192 of the 131,072 tokens, and with tp 8 an eighth of their rows in
-// the residual stream.
+// --explain of Llama 3's longest sequences on 16,384 GPUs (arXiv:2407.21783, table 4): with cp 16 a
+// rank has 8,192 of the 131,072 tokens, and with tp 8 an eighth of their rows in the stream.
 TEST_F(Run, LongSequencesOnAClusterExplainThemselves) {
     std::string flags =
         "--explain --model llama3-405b --precision bf16 --seq 131072 --micro-batch 1 "
@@ -370,8 +368,7 @@ TEST_F(Run, ExplainSaysWhichGpuFits) {
                "\nfits a GPU of 48 GB (L40S)\n");
 }
 
-// --eval --resume prints the validation loss that the training run printed last,
-// and trains nothing.
+// --eval --resume prints the validation loss that the run printed last, and trains nothing.
 TEST_F(Run, EvaluateOnlyPrintsTheLossOfTheCheckpoint) {
     Ran trained = run(small + "--steps 5 --out " + path("out"));
     Ran evaluated = run(small + "--eval --resume --out " + path("out"));
@@ -735,8 +732,7 @@ TEST_F(Processes, TheirCheckpointsAreReadByOneAndByTwo) {
     }
 }
 
-// The error of a rank that cannot write its file names that file, and no part of the
-// checkpoint is left.
+// The error of a rank that cannot write its file names the file; no part of the step is left.
 TEST_F(Processes, OneWithAFullDiskIsNamed) {
     Ran full = on_two("[ $OMPI_COMM_WORLD_RANK = 1 ] && trap \"\" XFSZ && ulimit -f 60; exec " +
                       program() + " " + flags + " --save-every 0 --out " + path("full"));

@@ -94,16 +94,14 @@ TEST_F(Samples, EndWithTheText) {
     EXPECT_GT(story(further).size(), story(whole).size() + 100);
     EXPECT_HAS(story(whole), "You are a good friend.\"") << "its last words";
 
-    // Without a tokenizer the sample is printed as numbers. The first is the token
-    // that begins texts.
+    // Without a tokenizer the sample is printed as numbers. The first one begins texts.
     for (const char* file : {"hf", "stories260K.bin"}) {
         Ran numbers = run_program(model + file + flags);
         EXPECT_HAS(numbers.text, "---\n1 403 407 261 ") << file;
         EXPECT_EQ(story(numbers).find(" 2 "), std::string::npos) << file;
     }
 
-    // A prompt that is too long is cut, and a sample that has too little room is shorter:
-    // notes say so.
+    // A prompt that is too long is cut; a sample with too little room is shorter: notes say so.
     std::string long_one = "One";
     for (int i = 0; i < 300; i++) long_one += " day a dog";
     Ran cut = run_program(model + "hf" + words + flags + " --prompt '" + long_one + "'");
