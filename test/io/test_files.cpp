@@ -110,8 +110,7 @@ TEST_F(Files, ConfigsOfAbsurdSizesAreRefusedAtOnce) {
 
 static volatile unsigned sum; // uses the bytes that are read, so that the reads happen
 
-// Map a file, cut it, and read it. `unmapped`: as if nobody had mapped it,
-// for the signal's handler.
+// Map a file, cut it, and read it. `unmapped`: as if nobody had, for the signal's handler.
 static void read_cut_file(const std::string& path, bool unmapped) {
     void* begin = nullptr;
     size_t bytes = 0;
