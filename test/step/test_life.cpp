@@ -939,7 +939,7 @@ TEST_F(Life, ASmallerBatchHasAllReferences) {
     std::string flags =
         "--layers 1 --heads 2 --channels 32 --seq 128 --micro-batch 1 --sample-tokens 0 --loss dpo "
         "--schedule constant --data " +
-        put("pairs.jsonl", six_pairs()) + " ";
+        put("pairs.jsonl", six_pairs() + six_pairs()) + " ";
 
     // Resume the same checkpoint for one step, and for five.
     ASSERT_EQ(start(flags + "--batch-tokens 256 --steps 2 --out " + out).status, 0);
@@ -1494,8 +1494,7 @@ TEST_F(Life, ACheckpointOfAdaptersNamesItsBase) {
         EXPECT_EQ(m["base"]["bytes"], fs::file_size(base + "/model.safetensors"));
     }
 
-    // Two ranks can go on. Another base is refused, but the same base in a folder that was
-    // renamed is not.
+    // Two ranks can go on. Another base is refused; the same one in a renamed folder is not.
     std::string go_on = flags + "--resume --out " + out + " --model ";
     Ran r = start(go_on + base + " --steps 22 --local-ranks 2");
     EXPECT_EQ(r.status, 0) << r.text;
@@ -1618,8 +1617,7 @@ TEST_F(Life, TheLogSaysWhereTimeWent) {
 // ----------------------------------------------------------------------------
 // fp16
 
-// With a scale that is too large every step overflows and is skipped; after 64 in a row
-// the run ends.
+// With too large a scale every step overflows and is skipped; after 64 in a row the run ends.
 TEST_F(Life, StepsThatAllOverflowEndTheRun) {
     Ran run = start(small + "--precision fp16 --loss-scale 1073741824 --steps 100 --out " + out);
     EXPECT_EQ(run.status, 1);
@@ -1771,8 +1769,7 @@ TEST(Limits, FlagsThatFitAreFound) {
     EXPECT_EQ(flags_that_fit<float>(run, 0, 1000, Cpu{}), "");
 }
 
-// Threads as ranks count how many share the machine, and the bytes of a rank are those
-// of its layout.
+// Threads as ranks count who shares the machine; the bytes of a rank are those of its layout.
 TEST(Limits, RanksOfThisMachineShareIt) {
     std::vector<size_t> bytes(2, 0);
     run_local_ranks(2, {}, [&](const Comm& world) {
