@@ -813,12 +813,12 @@ TEST(Buddies, AreOnTheNextMachine) {
 // Three machines of one rank each save in each other's memory. If one machine is lost, the run
 // goes on from the last save in memory, and ends with the bits of a run that nothing happened
 // to. If a machine and its buddy are lost, a note names the part that is gone, and the run goes
-// on from --out.
+// on from --out, whatever folder it is named from.
 TEST_F(Life, ALostMachinesPartComesFromItsBuddy) {
     std::string flags =
         small + "--zero 1 --batch-tokens 384 --schedule constant --warmup 5 --save-every 0 ";
     std::string threads = "--local-ranks 3 ",
-                buddy = concat("--buddy ", path("m%r"), ":2 --out ", out);
+                buddy = concat("--buddy ", path("m%r"), ":2 --out ");
     bool mpi = no_processes().empty();
     if (!mpi) puts("skipped: no mpirun, so threads stand for processes");
 
@@ -829,9 +829,9 @@ TEST_F(Life, ALostMachinesPartComesFromItsBuddy) {
         for (std::string name : {"out", "said", "pid.1", "m0", "m1", "m2"})
             fs::remove_all(path(name));
         EXPECT_EQ(start(flags + threads + "--steps 5 --out " + out).status, 0);
-        std::string train = "sh -c 'echo $$ >" + path("pid") +
+        std::string train = "sh -c 'cd " + path("") + "; echo $$ >" + path("pid") +
                             ".${OMPI_COMM_WORLD_RANK:-1}; exec " + program() + " " + flags +
-                            (mpi ? "" : threads) + "--steps 100000 --resume " + buddy + "'";
+                            (mpi ? "" : threads) + "--steps 100000 --resume " + buddy + "out'";
         Child job((mpi ? mpirun(3) : "") + train, path("said"));
         job.wait_for_step(11, 100000);
         kill(pid_t(atoll(read_file(path("pid.1")).c_str())), SIGKILL);
@@ -844,7 +844,7 @@ TEST_F(Life, ALostMachinesPartComesFromItsBuddy) {
         return step;
     };
     auto go_on = [&](int64_t steps) {
-        return start(flags + threads + buddy + concat(" --resume --steps ", steps));
+        return start(flags + threads + buddy + out + concat(" --resume --steps ", steps));
     };
 
     // Lose one machine. The run may go on from one step earlier, if the kill came during a save.
