@@ -976,8 +976,7 @@ TEST_P(LifeKilled, AtAnyMomentLosesNothing) {
                "--save-async --save-every auto:1e-5 --out ", out, " --resume ");
     ASSERT_EQ(start(flags + threads + "--out " + whole).status, 0);
 
-    // Kill the process of both ranks three times; after the second kill one machine's memory
-    // is lost too.
+    // Kill the process of both ranks three times, and the second time one machine's memory too.
     std::mt19937 random(11);
     int at = 0;
     for (int kills = 0; kills < 3; kills++) {
@@ -1107,6 +1106,10 @@ TEST_F(Life, SavesBesideTheStepsAreTheSame) {
             own.erase(key), other.erase(key);
         EXPECT_EQ(own, other);
     }
+
+    // The end of a run waits for the save that is on its way.
+    start(small + "--steps 5 --save-every 4 --keep 9 --save-async --out " + path("ends"));
+    EXPECT_EQ(steps(path("ends")).size(), 2u);
 
     // --explain counts the copy: on one rank it has all that the files hold.
     size_t elements = 0;
@@ -1510,8 +1513,7 @@ TEST_F(Life, ACheckpointOfAdaptersNamesItsBase) {
 // ----------------------------------------------------------------------------
 // where time goes
 
-// Kinds of work may be nested; each second belongs to one kind, and all together are the time
-// since the start.
+// Kinds of work may be nested; each second is of one kind, all together the time since the start.
 TEST(Account, EverySecondHasOneKind) {
     Account a;
     double start = a.since;
@@ -1627,8 +1629,7 @@ TEST_F(Life, StepsThatAllOverflowEndTheRun) {
     EXPECT_EQ(log()[1].count("grad_norm"), 0u);
 }
 
-// The first steps are skipped until the scale fits. A run that is stopped among them resumes to
-// the same bits.
+// The first steps are skipped until the scale fits. A run stopped among them resumes to the same bits.
 TEST_F(Life, ARunGoesOnAmongSkippedSteps) {
     const std::string fp16 = small + "--precision fp16 --steps 12 --save-every 5 --keep 9 ";
     ASSERT_EQ(start(fp16 + "--out " + out).status, 0);
