@@ -53,7 +53,8 @@ template <typename T> Taught taught(const TaughtCase& c) {
         // The student. The logits' chunks hold fewer rows than a micro-batch.
         Shape shape = c.itself ? small_variant(small_llama(), "track3") : small_llama();
         Shape other = c.itself ? shape : small_teacher();
-        shape.loss.logits_bytes = other.loss.logits_bytes = 5 * 128 * sizeof(T);
+        shape.V = other.V = 201; // words on both ranks that share out 256
+        shape.loss.logits_bytes = other.loss.logits_bytes = 5 * 256 * sizeof(T);
         shape.loss.logits_rows = other.loss.logits_rows = 5;
         Plan plan = small_plan(16 / size_t(c.micro_batches), 8, c.micro_batches / c.dp);
         plan.objective = c.objective;
@@ -112,8 +113,7 @@ const std::vector<TaughtCase> LAYOUTS = {
     {1, 1, 1, 0}, {2, 1, 1, 0}, {2, 1, 1, 1}, {2, 1, 1, 2}, {2, 1, 1, 3},
     {1, 2, 1, 0}, {1, 2, 1, 0, true}, {1, 1, 2, 0}, {2, 2, 1, 2}, {2, 1, 2, 3}};
 
-// The student's own distribution has no divergence from it. A row or a micro-batch that met
-// another's would have one.
+// The student's own distribution has no divergence from itself; another row's would have one.
 TEST(Distill, ATeacherThatIsTheStudentTeachesNothing) {
     for (TaughtCase c : LAYOUTS) {
         c.itself = true, c.objective = taught_by(1, 2);
