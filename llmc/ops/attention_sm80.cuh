@@ -44,7 +44,7 @@ __device__ void load_rows(T* tile, const T* somewhere, int HS, F row) {
         int r = k / (D / 8);
         int chunk = k % (D / 8);
         const T* from = row(r);
-        // For absent rows and channels beyond HS read 0 bytes of any address: it writes zeros.
+        // cp.async reads 0 bytes of absent rows and channels beyond HS, and writes zeros.
         bool real = from && chunk * 8 < HS;
         cp_async16(tile + tile_at<D>(r, chunk), real ? from + chunk * 8 : somewhere, real ? 16 : 0);
     }

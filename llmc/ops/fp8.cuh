@@ -217,7 +217,7 @@ struct Fp8Tile {
         }
         return -1;
     }
-    // MX: all blocks of a tile, beyond the matrix too.
+    // The index of an MX block's scale. A tile has all its blocks, beyond the matrix too.
     LLMC_HD static ptrdiff_t mx_place(size_t tile, size_t block) {
         size_t row = block % FP8_BLOCK;
         return ptrdiff_t(tile * 4 * FP8_BLOCK + row % 32 * 16 + row / 32 * 4 + block / FP8_BLOCK);
@@ -361,7 +361,7 @@ fp8_quantise_kernel(Out* out, Out* transposed, void* inverse, const T* x, const 
     constexpr unsigned P = FP8_SIDE;
     constexpr bool MX = is_mx(BLOCKS), ROWS = in_rows(BLOCKS), COLUMNS = in_columns(BLOCKS);
     constexpr unsigned SCALES = ROWS || COLUMNS ? P : 1; // of a thread's elements
-    constexpr int FIRST = ROWS ? 2 : MX ? 8 : 16, LAST = COLUMNS ? 4 : 1; // lanes that share
+    constexpr int FIRST = ROWS ? 2 : MX ? 8 : 16, LAST = COLUMNS ? 4 : 1; // bits of lanes
     LLMC_SHARED(uint32_t, amax, FP8_BLOCK);
     LLMC_SHARED(float, scales, FP8_BLOCK);
     if (MX) blocks = BLOCKS;

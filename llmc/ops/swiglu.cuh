@@ -85,7 +85,7 @@ void swiglu_backward(T* dgate, T* dup,                          // (n) (n)
 
 #if LLMC_KERNELS
 
-// By a fast exponential and a fast division, each of which errs by a few units in the last place.
+// The sigmoid. Its fast exponential and division each err by a few units in the last place.
 __device__ inline float fast_sigmoid(float x) { return __fdividef(1, 1 + __expf(-x)); }
 
 // A thread takes P elements; the last thread may have fewer.

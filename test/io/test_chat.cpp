@@ -822,8 +822,7 @@ TEST(Sft, ARunThatGoesOnHasTheSameBits) {
           " --seq 64 --micro-batch 2 --layers 1 --channels 32 --heads 2 --schedule constant");
 }
 
-// --loss sft chooses smaller steps for loaded weights than for new ones, and
-// larger ones for adapters.
+// --loss sft takes smaller steps for loaded weights than for new ones, larger ones for adapters.
 TEST(Sft, LoadedWeightsTakeSmallerStepsAndAPromptIsAQuestion) {
     std::string path = put_file(scratch("prompt.jsonl"), eight_lines()), model = scratch("tuned");
     std::string common = "OMP_NUM_THREADS=1 " + program() + " --loss sft --data " + path +

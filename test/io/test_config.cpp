@@ -109,8 +109,7 @@ TEST(Config, ReadsFlagsAndSwitches) {
     EXPECT_HAS(parse("--save-async 7"_flags), "'7' is no flag");
 }
 
-// A default that follows from other flags must know whether the user has set the flag,
-// even to the same value.
+// A default that follows from other flags must know whether the user set the flag, to whatever.
 TEST(Config, RemembersWhatWasGiven) {
     std::string path = scratch("given.conf");
     std::ofstream(path) << "lr = 0.001\n";
@@ -561,8 +560,7 @@ TEST(Config, RefusesShapesThatDoNotFit) {
 }
 
 TEST(Config, RoPEKeepsItsPartOfANewHeadSize) {
-    // Half of 16 channels turn. With a head size of 4 half of them turn as well. With 2
-    // that half is no pair.
+    // Half of 16 channels turn. Of a head of 4 channels half turn too. Of 2 that half is no pair.
     Config c;
     Shape part = llama_shape(2, 4, 4, 64, 128, 256, 128, 10000);
     part.rope.rotary = 8;
@@ -730,9 +728,12 @@ TEST(Config, NotesWhatDoesNothing) {
               "--warmup 2 is all of --steps 2: the learning rate never reaches --lr; ");
     EXPECT_EQ(notes("--steps 3 --warmup 2"_flags), "");
 
-    EXPECT_EQ(notes("--zero 1"_flags),
-              "--zero 1 shards nothing: there is one data-parallel rank; ");
+    EXPECT_EQ(notes("--zero 1"_flags), "--zero 1 shards nothing: there is one data-parallel rank; ");
     EXPECT_EQ(notes("--zero 1 --local-ranks 2"_flags), "");
+    for (auto [fp8, block] : {std::pair("block", 128), {"mx", 32}})
+        for (int seq : {block / 2, block})
+            EXPECT_EQ(notes({"--precision=bf16", concat("--fp8=", fp8), concat("--seq=", seq)}) == "",
+                      seq == block);
 
     // Two tensor-parallel ranks both have all experts, whole, or one half of them each.
     Config whole;
