@@ -44,7 +44,8 @@ __device__ void load_rows(T* tile, const T* somewhere, int HS, F row) {
         int r = k / (D / 8);
         int chunk = k % (D / 8);
         const T* from = row(r);
-        // cp.async reads 0 bytes of absent rows and channels beyond HS, and writes zeros.
+        // For absent rows and channels beyond HS, read 0 bytes from a valid address: cp.async
+        // then writes zeros.
         bool real = from && chunk * 8 < HS;
         cp_async16(tile + tile_at<D>(r, chunk), real ? from + chunk * 8 : somewhere, real ? 16 : 0);
     }
@@ -60,32 +61,6 @@ template <typename T>
 __device__ const T* gradient_row(const RowOperands<T>& x, size_t b, size_t kh, unsigned row) {
     if (row >= x.rows) return nullptr;
     return x.gradient(b, x.head_of(row, kh), x.query_of(row));
-}
-
-// Work on the tiles that `look` sees: start(stage, tile, all) starts the copies of one, and
-// use(stage, tile, all) reads it while those of the next are on their way.
-template <typename L, typename C, typename F>
-__device__ void walk_tiles(size_t tiles, L look, C start, F use) {
-    // Load the first tile.
-    TileWalk walk = {int(tiles)};
-    bool all = false, next_all = false;
-    int tile = walk.next(all, look);
-    if (tile >= 0) start(0, tile, all);
-    cp_async_commit();
-
-    for (int stage = 0; tile >= 0; stage ^= 1, all = next_all) {
-        // Start the next tile's copies, and wait for this tile's. For the last tile this group is
-        // empty. It counts all the same, so the wait is the same.
-        int next = walk.next(next_all, look);
-        if (next >= 0) start(stage ^ 1, next, next_all);
-        cp_async_commit();
-        cp_async_wait<1>(); // this thread's copies, all but the next tile's
-        __syncthreads();    // and those of the other threads
-        use(stage, tile, all);
-        __syncthreads(); // this stage has been read: the tile after the next may overwrite it
-        tile = next;
-    }
-    cp_async_wait<0>();
 }
 
 // s[m] (16, 8 NT) = rows [row + 16 m, ..) of a times the 8 NT rows of b, over D channels.
@@ -136,20 +111,19 @@ __device__ void scores_times_rows(float (&sum)[MT][CT][4], const uint32_t (&p)[M
 // ----------------------------------------------------------------------------
 // tiles of keys, forward and for dQ
 
-// Start the copies of one tile to a stage: N keys and values from key `tile * N` on. Load the keys'
-// positions (N) too, where a mask or ALiBi needs them.
+// Start the copies of one tile: N keys and values from key `tile * N` on. Where a mask or ALiBi
+// needs them, load the keys' positions (N) too.
 template <int D, int N, typename T>
 __device__ void load_keys(T* k, T* v, int* positions, const RowOperands<T>& x, size_t b, size_t kh,
-                          int stage, int tile, bool all) {
+                          int tile, bool all) {
     auto from = [&](const T* p, int j) {
         size_t key = size_t(tile) * N + j;
         return key < x.d.Tk ? p + x.key_at(b, kh, key) : nullptr;
     };
-    const int at = stage * N, HS = int(x.d.HS);
-    load_rows<D, N>(k + at * D, x.k, HS, [&](int j) { return from(x.k, j); });
-    load_rows<D, N>(v + at * D, x.v, HS, [&](int j) { return from(x.v, j); });
+    load_rows<D, N>(k, x.k, int(x.d.HS), [&](int j) { return from(x.k, j); });
+    load_rows<D, N>(v, x.v, int(x.d.HS), [&](int j) { return from(x.v, j); });
     if ((!all || x.slopes) && threadIdx.x < N)
-        positions[at + threadIdx.x] = x.position_of(b, size_t(tile) * N + threadIdx.x);
+        positions[threadIdx.x] = x.position_of(b, size_t(tile) * N + threadIdx.x);
 }
 
 // Apply ALiBi and the mask to rows `row` and `row` + 8. Returns the factor that turns the scores
@@ -191,20 +165,24 @@ __global__ void __launch_bounds__(MMA_THREADS)
     T* v = k + 2 * N * D;                          // (2, N, D)
     LLMC_SHARED(int, positions, 2 * N);
 
-    // Load the block's rows of q.
+    // Load the block's rows of q, and the first tile of keys.
     load_rows<D, M>(q, x.q, HS, [&](int r) { return query_row(x, b, kh, row0 + r); });
     cp_async_commit();
 
-    // Tiles that no row sees are never loaded. The rows' spans are read again every 32 tiles: with
-    // 128 channels no registers are left to keep them.
+    // Find the first tile that some row sees; the others are never loaded. The rows' spans are read
+    // again every 32 tiles: with 128 channels no registers are left to keep them.
     auto look = [&](int tile) {
         return KeyTiles<T, N>{x, b, x.row_spans[x.tile_at(b, row0 / M)]}(tile);
     };
-    auto start = [&](int stage, int tile, bool all) {
-        load_keys<D, N>(k, v, positions, x, b, kh, stage, tile, all);
-    };
+    TileWalk walk = {int(x.key_tiles)};
+    bool all = false, next_all = false;
+    int tile = walk.next(all, look);
+    if (tile >= 0)
+        load_keys<D, N>(k, v, positions, x, b, kh, tile, all);
+    cp_async_commit();
 
-    // A thread keeps, of two rows of each 16, the maximum, its part of the sum, 2 CT channels.
+    // A thread keeps, for two rows of each 16, the maximum, its share of the sum, and 2 CT
+    // numbers of out.
     float row_max[MT][2], row_sum[MT][2] = {};
     float sum[MT][CT][4] = {};
     #pragma unroll
@@ -213,7 +191,18 @@ __global__ void __launch_bounds__(MMA_THREADS)
         for (int i = 0; i < 2; i++)
             row_max[m][i] = -INFINITY;
 
-    walk_tiles(x.key_tiles, look, start, [&](int stage, int, bool all) {
+    for (int stage = 0; tile >= 0; stage ^= 1, all = next_all) {
+        // Start the next tile's copies, and wait for this tile's.
+        int next = walk.next(next_all, look);
+        const int to = stage ^ 1;
+        if (next >= 0)
+            load_keys<D, N>(k + to * N * D, v + to * N * D, positions + to * N, x, b, kh, next,
+                            next_all);
+        cp_async_commit();
+        // For the last tile this group is empty. It counts all the same, so the wait is the same.
+        cp_async_wait<1>(); // this thread's copies, all but the next tile's
+        __syncthreads();    // and those of the other threads
+
         // Compute the scores, -inf where masked.
         float factor = x.factor;
         float s[MT][NT][4];
@@ -243,7 +232,10 @@ __global__ void __launch_bounds__(MMA_THREADS)
         for (int m = 0; m < MT; m++)
             pack_scores<T>(p[m], s[m]);
         scores_times_rows<D, MT, NT>(sum, p, v + stage * N * D, 0);
-    });
+        __syncthreads(); // this stage has been read: the tile after the next may overwrite it
+        tile = next;
+    }
+    cp_async_wait<0>();
 
     // Divide by the sums of exponentials, and write out and lse.
     #pragma unroll
@@ -289,19 +281,22 @@ __global__ void __launch_bounds__(MMA_THREADS, D <= 64 ? 4 : 1) // blocks on an 
     T* v = k + 2 * N * D;                          // (2, N, D)
     LLMC_SHARED(int, positions, 2 * N);
 
-    // Load the block's rows of q and dout.
+    // Load the block's rows of q and dout, and the first tile of keys.
     load_rows<D, M>(q, x.q, HS, [&](int r) { return query_row(x, b, kh, row0 + r); });
     // x.q serves as the valid address for absent rows; nothing is read from it.
     load_rows<D, M>(dout, x.q, HS, [&](int r) { return gradient_row(x, b, kh, row0 + r); });
     cp_async_commit();
 
-    // Walk the tiles of keys. The block's rows are two of the other kernel's tiles of rows.
+    // Find the first tile of keys. The block's rows are two of the other kernel's tiles of rows.
     const RowSpans* spans = x.row_spans + x.tile_at(b, row0 / MMA_ROWS);
     const KeyTiles<T, N> look = {
         x, b, {join(spans[0].first, spans[1].first), join(spans[0].last, spans[1].last)}};
-    auto start = [&](int stage, int tile, bool all) {
-        load_keys<D, N>(k, v, positions, x, b, kh, stage, tile, all);
-    };
+    TileWalk walk = {int(x.key_tiles)};
+    bool all = false, next_all = false;
+    int tile = walk.next(all, look);
+    if (tile >= 0)
+        load_keys<D, N>(k, v, positions, x, b, kh, tile, all);
+    cp_async_commit();
 
     // Read lse and D of the thread's two rows. An idle row has lse = infinity, so its p is 0.
     float row_lse[2], row_sum[2];
@@ -313,7 +308,17 @@ __global__ void __launch_bounds__(MMA_THREADS, D <= 64 ? 4 : 1) // blocks on an 
         row_sum[i] = x.row_sums[at];
     }
 
-    walk_tiles(x.key_tiles, look, start, [&](int stage, int, bool all) {
+    for (int stage = 0; tile >= 0; stage ^= 1, all = next_all) {
+        // Start the next tile's copies, and wait for this tile's.
+        int next = walk.next(next_all, look);
+        const int to = stage ^ 1;
+        if (next >= 0)
+            load_keys<D, N>(k + to * N * D, v + to * N * D, positions + to * N, x, b, kh, next,
+                            next_all);
+        cp_async_commit();
+        cp_async_wait<1>(); // this thread's copies, all but the next tile's
+        __syncthreads();    // and those of the other threads
+
         // Compute S = Q K^T and dP = dO V^T.
         float factor = x.factor;
         float s[1][NT][4], dp[1][NT][4];
@@ -328,7 +333,8 @@ __global__ void __launch_bounds__(MMA_THREADS, D <= 64 ? 4 : 1) // blocks on an 
         for (int n = 0; n < NT; n++)
             #pragma unroll
             for (int i = 0; i < 4; i++) {
-                // p is 0 where masked, so dP needs no mask. i / 2: one of the thread's two rows.
+                // p is 0 where masked, so dP needs no mask. i / 2 selects one of the
+                // thread's two rows.
                 float p = ex2(s[0][n][i] * factor - row_lse[i / 2]);
                 s[0][n][i] =
                     through_cap<CAPPED>(p, s[0][n][i]) * (dp[0][n][i] - row_sum[i / 2]);
@@ -338,7 +344,10 @@ __global__ void __launch_bounds__(MMA_THREADS, D <= 64 ? 4 : 1) // blocks on an 
         uint32_t ds[1][NT / 2][4];
         pack_scores<T>(ds[0], s[0]);
         scores_times_rows<D, 1, NT>(sum, ds, k + stage * N * D, 0);
-    });
+        __syncthreads(); // this stage has been read
+        tile = next;
+    }
+    cp_async_wait<0>();
 
     // Write dq, scaled.
     #pragma unroll
@@ -358,7 +367,8 @@ template <typename T, int D, int M, int SPLIT, bool CAPPED>
 __global__ void __launch_bounds__(MMA_THREADS, D <= 32 ? 4 : D <= 64 ? 3 : 2) // blocks on an SM
     attention_mma_backward_kv_kernel(const Results<T> dk, const Results<T> dv,
                                      const RowOperands<T> x) {
-    // A block has N keys. With SPLIT = 2 two warps have the same scores, half the channels each.
+    // A block has N keys. With SPLIT = 2 two warps compute the same scores, then half of
+    // the channels each.
     constexpr int N = MMA_WARPS / SPLIT * 16;
     constexpr int MT = M / 8;
     constexpr int CT = D / SPLIT / 8;
@@ -393,19 +403,33 @@ __global__ void __launch_bounds__(MMA_THREADS, D <= 32 ? 4 : D <= 64 ? 3 : 2) //
         Visibility s = visibility(x.row_spans[x.tile_at(b, tile)], keys);
         return s == ALL && key0 + N > x.d.Tk ? SOME : s;
     };
-    auto start = [&](int stage, int tile, bool) {
+    auto load_queries = [&](int stage, int tile) {
         load_rows<D, M>(q + stage * M * D, x.q, HS,
                         [&](int r) { return query_row(x, b, kh, unsigned(tile * M + r)); });
         load_rows<D, M>(dout + stage * M * D, x.q, HS,
                         [&](int r) { return gradient_row(x, b, kh, unsigned(tile * M + r)); });
     };
 
+    // Load the first such tile.
+    TileWalk walk = {int(x.tiles)};
+    bool all = false, next_all = false;
+    int tile = walk.next(all, look);
+    if (tile >= 0) load_queries(0, tile);
+    cp_async_commit();
+
     // Read the positions of the thread's two keys once. Its sums cover the warp's own channels.
     const size_t my_first = key0 + my_key + lane / 4;
     const int my_keys[2] = {x.position_of(b, my_first), x.position_of(b, my_first + 8)};
     float sum_k[1][CT][4] = {}, sum_v[1][CT][4] = {};
 
-    walk_tiles(x.tiles, look, start, [&](int stage, int tile, bool all) {
+    for (int stage = 0; tile >= 0; stage ^= 1, all = next_all) {
+        // Start the next tile's copies, and wait for this tile's.
+        int next = walk.next(next_all, look);
+        if (next >= 0) load_queries(stage ^ 1, next);
+        cp_async_commit();
+        cp_async_wait<1>(); // this thread's copies, all but the next tile's
+        __syncthreads();    // and those of the other threads
+
         // Compute S^T = K Q^T and dP^T = V dO^T: keys are rows, (query, head) pairs are columns.
         float factor = x.factor;
         float s[1][MT][4], dp[1][MT][4];
@@ -444,7 +468,10 @@ __global__ void __launch_bounds__(MMA_THREADS, D <= 32 ? 4 : D <= 64 ? 3 : 2) //
         scores_times_rows<D, 1, MT>(sum_v, operand, dout + stage * M * D, my_chunk);
         pack_scores<T>(operand[0], dp[0]);
         scores_times_rows<D, 1, MT>(sum_k, operand, q + stage * M * D, my_chunk);
-    });
+        __syncthreads(); // this stage has been read
+        tile = next;
+    }
+    cp_async_wait<0>();
 
     // Write dk, scaled, and dv.
     #pragma unroll
