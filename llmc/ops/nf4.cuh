@@ -236,20 +236,16 @@ void int4_quantize(uint8_t* codes, float* scales, const T* x, size_t rows, size_
                 most = std::max(most, std::fabs(float(to_acc(x[r * cols + c]))));
 
             // The step of the grid, and its inverse. Both are 0 if the group is too small to scale.
-            float scale = 2 * most / 15;
-            float back = 1 / scale;
-            if (!(back <= 3.4e38f))
-                scale = back = 0;
+            float scale = 2 * most / 15, back = 1 / scale;
+            if (!(back <= 3.4e38f)) scale = back = 0;
             scales[r * groups + c0 / INT4_GROUP] = scale;
 
             // Write the codes. After an odd last element the lower half stays zero.
             for (size_t c = c0; c < end; c++) {
                 size_t i = r * cols + c;
                 // Clamp: the largest positive number is 7.5 steps above 0, the last code only 7.
-                float value = float(to_acc(x[i]));
-                float q = std::rint(value * back) + INT4_ZERO;
-                q = std::min(15.0f, std::max(0.0f, q));
-                int code = int(q);
+                float q = std::rint(float(to_acc(x[i])) * back) + INT4_ZERO;
+                int code = int(std::min(15.0f, std::max(0.0f, q)));
                 if (i % 2)
                     codes[i / 2] |= uint8_t(code);
                 else
@@ -298,9 +294,13 @@ template <typename T>
 void int8_dequantize(T* out, const int8_t* codes, const float* absmax, size_t rows, size_t cols,
                      Cpu) {
     #pragma omp parallel for
-    for (size_t r = 0; r < rows; r++)
+    for (size_t r = 0; r < rows; r++) {
+        // Ask for codes two rows ahead, which this row's values then hide.
+        for (size_t c = 0; c < cols; c += 64)
+            __builtin_prefetch(codes + (r + 2) * cols + c);
         for (size_t c = 0; c < cols; c++)
             out[r * cols + c] = from_acc<T>(float(codes[r * cols + c]) * (absmax[r] / 127));
+    }
 }
 
 // ----------------------------------------------------------------------------

@@ -89,8 +89,7 @@ static std::string open_error(const std::string& value, size_t T = 4, size_t V =
     return open_data(&d, value, T, V, split, own);
 }
 
-// The first token of each of the windows `first` to `first + count`, each of which must
-// hold tokens in order.
+// The first token of each of `count` windows from `first` on, which must hold tokens in order.
 static std::vector<int> starts(const DataLoader& d, uint64_t first, size_t count) {
     std::vector<int> out, tokens(d.T), targets(d.T);
     for (uint64_t s = first; s < first + count; s++) {

@@ -720,8 +720,7 @@ TEST(Core, ItemsByHand) {
                         R"( "continuation": "ill."})"),
               "^Bo ran.\n\nIt| is ill.*\n^Bo ran.\n\nHe| is ill.\n");
 
-    // LAMBADA: white space around a context goes, as Python has it. The space before the word
-    // belongs to it.
+    // LAMBADA: white space around a context goes. The space before the word belongs to the word.
     EXPECT_EQ(core_text(shot + "language_modeling\n",
                         R"({"context": "\u00a0he said to \n", "continuation": "Mary"})"
                         "\n"

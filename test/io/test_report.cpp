@@ -24,8 +24,7 @@ TEST(Numbers, ReadAsPeopleSayThem) {
 // ----------------------------------------------------------------------------
 // step lines
 
-// A run of up to 100 steps shows every step, a longer one a tenth of them, and always
-// the first and the last.
+// A run of up to 100 steps shows every step, a longer one a tenth, and always first and last.
 TEST(StepLines, ShortRunsShowAllAndLongOnesATenth) {
     int shown = 0;
     for (int64_t step = 1; step <= 100; step++) shown += is_shown(0, step == 1, step, 100);

@@ -841,8 +841,7 @@ inline void objective_test(Check& c) {
           Doubles{13 * 0.1065306597, 26}, 1e-8);
     for (size_t i : {0, 6, 15}) expect(c, sampled.out[i] == 0, "questions have no coefficient");
 
-    // Rows of questions and of padding have no coefficient. A window without a rejected
-    // answer counts no pair.
+    // Questions and padding have no coefficient. A window without a rejected answer counts no pair.
     ObjectiveRun<double> two(all_objectives()[0], normals(c, 32), normals(c, 32));
     for (size_t i : {0, 6, 15, 16, 31}) expect(c, two.out[i] == 0, "coefficients of questions");
     expect(c, count_pairs(&two.targets[0], &two.doc_start[0], &two.feedback[0], 16) == 1, "pairs");

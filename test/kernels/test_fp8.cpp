@@ -188,8 +188,7 @@ static size_t place_of(size_t r, size_t c, size_t rows, size_t cols, Fp8Blocks b
                                        : 0;
 }
 
-// Numbers of all sizes with a row of zeros and a row of subnormals; if not finite, a
-// few infinities and NaNs.
+// Numbers of all sizes, with a row of zeros and one of subnormals; perhaps infinities and NaNs.
 static std::vector<bf16> mixed_matrix(size_t rows, size_t cols, uint64_t seed, bool finite) {
     std::mt19937_64 random(seed);
     std::normal_distribution<double> normal;
