@@ -10,12 +10,10 @@
 //   how weights and moments are read and written. adamw_formats.cuh has those of fewer bits.
 //   Contract: master, m, v updated. weight = the master rounded to nearest, ties to even. Nothing
 //             is written if !scale->finite, and nothing between a table's tensors. Bitwise
-//             repeatable: an element depends on nothing but itself. All versions give the same bits
-//             where the square root, the division and fma are IEEE (a CPU, or nvcc without
-//             -use_fast_math).
+//             repeatable; all versions give the same bits where the square root, the division and
+//             fma are IEEE (a CPU, or nvcc without -use_fast_math).
 //   Cost: memory-bound: reads grad, master, m, v; writes master, m, v, weight: 30 bytes a bf16
-//         parameter, 24 without a master. The GPU reads the scale from device memory, where the
-//         norm left it.
+//         parameter, 24 without a master. The scale stays in device memory.
 //   To copy: this file, elements.h, step_scale.h, tensor_table.cuh, types.h and cuda_common.h.
 #pragma once
 #include "cuda_common.h"
@@ -87,28 +85,34 @@ template <typename A> struct SgdRule {
 //   read() and write() take n elements on the CPU. load() and store() take the P elements of a
 //   thread on a GPU, or the first `count` of them. All arrays are the bucket's.
 
+// Ask for the floats of eight blocks later, as a CPU's own prefetching ends with each page.
+constexpr size_t UPDATE_BLOCK = 64; // elements that a thread works on at a time, at least
+template <typename A> void prefetch_block(const A* x) {
+    for (size_t k = 0; k < UPDATE_BLOCK; k += 16)
+        __builtin_prefetch(x + 8 * UPDATE_BLOCK + k);
+}
+
 // Weights with masters in float, or without.
 template <typename T> struct FloatMasters {
     T* weight;
     float* master; // or null
 
-    void read(acc_t<T>* w, const TensorRow& row, size_t i, size_t n) const { // w (n)
-        const T* narrow = weight + row.offset + i;
-        const float* exact = master ? master + row.offset + i : nullptr;
-        // The compiler moves the test of the pointer out of the loop.
-        #pragma omp simd
-        for (size_t k = 0; k < n; k++)
-            w[k] = exact ? acc_t<T>(exact[k]) : to_acc(narrow[k]);
+    // Update in place what is in acc_t: masters, or weights that are their own.
+    void read(acc_t<T>*& w, const TensorRow& row, size_t i, size_t n) const { // w (n)
+        T* own = weight + row.offset + i;
+        if constexpr (sizeof(acc_t<T>) == sizeof(float))
+            if (master) return prefetch_block(w = master + row.offset + i);
+        if constexpr (std::is_same_v<T, acc_t<T>>)
+            prefetch_block(w = own);
+        else
+            for (size_t k = 0; k < n; k++)
+                w[k] = to_acc(own[k]);
     }
     void write(const acc_t<T>* w, const TensorRow& row, size_t i, size_t n, int64_t) const {
         T* narrow = weight + row.offset + i;
-        float* exact = master ? master + row.offset + i : nullptr;
         #pragma omp simd
-        for (size_t k = 0; k < n; k++) {
-            if (exact)
-                exact[k] = float(w[k]);
+        for (size_t k = 0; k < n; k++)
             narrow[k] = from_acc<T>(w[k]);
-        }
     }
 
 #if LLMC_KERNELS
@@ -145,7 +149,7 @@ template <typename A> struct FloatMoment {
     LLMC_HD A* at(const TensorRow& r) const { return moment + (second ? r.second : r.offset); }
 
     // Update in place.
-    void read(A*& x, const TensorRow& row, size_t i, size_t) const { x = at(row) + i; }
+    void read(A*& x, const TensorRow& r, size_t i, size_t) const { prefetch_block(x = at(r) + i); }
     void write(const A*, const TensorRow&, size_t, size_t, int64_t) const {}
 
 #if LLMC_KERNELS
@@ -180,8 +184,6 @@ struct NoMoment {
 // ----------------------------------------------------------------------------
 // CPU
 
-constexpr size_t UPDATE_BLOCK = 256; // elements that a thread works on at a time
-
 // Take one step on all tensors of a bucket.
 template <template <typename> class Rule, typename T, typename H, typename W, typename M,
           typename V>
@@ -193,20 +195,20 @@ void update_tensors(const H& h, const W& weights, const M& first, const V& secon
     // Skip the whole step if a gradient is not finite: a NaN in the moments would stay forever.
     if (!now.finite) return;
 
-    // Walk the tensors; threads share out the blocks of each. A block is read, updated and written
-    // through L1, so that each format needs only a loop of its own.
+    // Walk the tensors. A block goes through L1, so that each format needs only a loop of its own.
+    constexpr size_t BLOCK = UPDATE_BLOCK > M::BLOCK ? UPDATE_BLOCK : M::BLOCK;
     const Rule<A> update(h, now);
     for (size_t r = 0; r < count; r++) {
         const TensorRow& row = rows[r];
-        A decay = row.decay ? h.decay : 0;
-        A rate = row.rate;
+        A decay = row.decay ? h.decay : 0, rate = row.rate;
         #pragma omp parallel for
-        for (size_t i = 0; i < row.n; i += UPDATE_BLOCK) {
+        for (size_t i = 0; i < row.n; i += BLOCK) {
             // Read a block's weights and moments as acc_t, in place where that is their format.
-            size_t n = row.n - i < UPDATE_BLOCK ? row.n - i : UPDATE_BLOCK;
-            A w[UPDATE_BLOCK], m_block[UPDATE_BLOCK], v_block[UPDATE_BLOCK];
-            A *m = m_block, *v = v_block;       // (n)
-            const A* g = grad + row.offset + i; // (n)
+            size_t n = row.n - i < BLOCK ? row.n - i : BLOCK;
+            A w_block[BLOCK], m_block[BLOCK], v_block[BLOCK];
+            A *w = w_block, *m = m_block, *v = v_block; // (n)
+            const A* g = grad + row.offset + i;         // (n)
+            prefetch_block(g);
             weights.read(w, row, i, n);
             first.read(m, row, i, n);
             second.read(v, row, i, n);

@@ -230,7 +230,6 @@ template <uint64_t STREAM> struct CodedMoment {
     DynamicMap map = {};                         // on a GPU: in shared memory
     static constexpr bool SIGN = STREAM == ROUND_M; // second moments cannot be negative
     static constexpr size_t BLOCK = STATE_BLOCK;
-    static_assert(BLOCK == UPDATE_BLOCK);
 
     void read(float*& x, const TensorRow& row, size_t i, size_t n) const { // x (n)
         if (row.small)

@@ -520,8 +520,7 @@ struct GpuLayout {
 
 // Describe a matrix (rows,cols), one of whose strides is 1; with one row or one column both may be.
 inline GpuLayout gpu_layout(Strides s, size_t rows, size_t cols) {
-    bool by_rows = s.column == 1 && (s.row >= cols || rows == 1);
-    if (by_rows)
+    if (s.column == 1)
         return {false, cols, rows, std::max(s.row, cols)};
     return {true, rows, cols, std::max(s.column, rows)};
 }

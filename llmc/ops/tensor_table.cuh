@@ -23,8 +23,7 @@ struct TensorRow {
     // element in the tensor, or in this rank's piece of it under tensor parallelism.
     uint64_t hash = 0;
     uint64_t first = 0;
-    // A piece consists of runs of `run` elements. The first begins at `start`, with `gap` elements
-    // between two runs.
+    // A piece: runs of `run` elements, the first at `start`, with `gap` elements between them.
     uint64_t start = 0, run = 1, gap = 0;
 
     size_t second = offset; // where the second moments begin; Muon's matrices have none
@@ -87,8 +86,7 @@ __device__ inline TensorChunk find_chunk(const TensorTable& table, size_t chunk)
     return {row, part.from, part.to};
 }
 
-// Call f(table, chunks before it) for tables of up to 40 rows, empty rows left out. Returns the
-// number of all chunks.
+// Call f(table, chunks before it) for tables of up to 40 rows, none empty. Returns all chunks.
 template <typename F>
 size_t for_each_table(const TensorRow* rows, size_t count, F f) {
     // Unused rows are zero, so equal tables are equal arguments when launches are compared.

@@ -162,16 +162,16 @@ constexpr ProductTile PRODUCT_TILES[] = { // rates are assumed
 
 // Return the factor by which tiles waste time: those beyond the last full wave cost a full wave.
 // Libraries take the tile that wastes least. The rows are those of `matrices` products in one
-// launch, in equal parts.
+// launch, in equal parts; the kernels of such products have tiles of 128 rows (grouped_matmul.cuh).
 inline double tile_waves(const Machine& machine, double rows, double columns, double matrices) {
     if (machine.sms == 1) return 1;
 
     double least = INFINITY;
     for (const ProductTile& t : PRODUCT_TILES) {
+        if (matrices > 1 && t.rows != 128) continue;
         double down = matrices * std::ceil(rows / matrices / t.rows);
-        double tiles = down * std::ceil(columns / t.columns);
         double exact = rows / t.rows * columns / t.columns;
-        double waves = std::ceil(tiles / machine.sms);
+        double waves = std::ceil(down * std::ceil(columns / t.columns) / machine.sms);
         least = std::min(least, waves * machine.sms / exact / t.rate);
     }
     return least;
