@@ -295,7 +295,7 @@ void int8_dequantize(T* out, const int8_t* codes, const float* absmax, size_t ro
                      Cpu) {
     #pragma omp parallel for
     for (size_t r = 0; r < rows; r++) {
-        // Ask for codes two rows ahead, which this row's values then hide.
+        // Ask for the codes two rows ahead: they arrive while this row is converted.
         for (size_t c = 0; c < cols; c += 64)
             __builtin_prefetch(codes + (r + 2) * cols + c);
         for (size_t c = 0; c < cols; c++)

@@ -86,7 +86,7 @@ __device__ inline TensorChunk find_chunk(const TensorTable& table, size_t chunk)
     return {row, part.from, part.to};
 }
 
-// Call f(table, chunks before it) for tables of up to 40 rows, none empty. Returns all chunks.
+// Call f(table, chunks before) for tables of up to 40 rows, none empty. Returns the chunk count.
 template <typename F>
 size_t for_each_table(const TensorRow* rows, size_t count, F f) {
     // Unused rows are zero, so equal tables are equal arguments when launches are compared.
