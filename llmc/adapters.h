@@ -22,8 +22,7 @@
 
 namespace llmc {
 
-// Return the name that adapters and files give a matrix: "h.0.attn.c_attn.weight" without
-// ".weight".
+// The name that adapters and files give a matrix: "h.0.attn.c_attn.weight" without ".weight".
 inline std::string module_of(const Parameter& p) {
     const std::string ending = ".weight";
     // Keep the names of biases, and of matrices in a stack, as they are.

@@ -404,8 +404,7 @@ LatentRooms<T> latent_rooms(const Ctx<S>& ctx) {
 
 // wide (N,NH,HS) = narrow (N,NH,HS_v), padded with zeros.
 template <typename T, typename S>
-void pad_heads(Ctx<S>& ctx,
-               T* wide, const T* narrow) {
+void pad_heads(Ctx<S>& ctx, T* wide, const T* narrow) {
     const Shape& s = ctx.shape;
     // Zero everything first, then copy each head's values.
     size_t heads = ctx.batch.rows() * s.NH;
@@ -416,9 +415,7 @@ void pad_heads(Ctx<S>& ctx,
 
 // Lay keys and values out in their rooms. The keys are not rotated yet.
 template <typename T, typename S>
-void expand_heads(Ctx<S>& ctx,
-                  const LatentRooms<T>& room,
-                  const Deepseek::Acts<T>& a) {
+void expand_heads(Ctx<S>& ctx, const LatentRooms<T>& room, const Deepseek::Acts<T>& a) {
     // k's rotary part lies after each latent.
     const Shape& s = ctx.shape;
     size_t width = s.latent.kv + s.rope.rotary;
@@ -431,9 +428,7 @@ void expand_heads(Ctx<S>& ctx,
 
 // Normalise the latents, the first DC channels of rows of kv_down, copied to a room without gaps.
 template <typename T, typename S>
-void norm_latents(Ctx<S>& ctx,
-                  const Deepseek::Block& w,
-                  const Deepseek::Acts<T>& a) {
+void norm_latents(Ctx<S>& ctx, const Deepseek::Block& w, const Deepseek::Acts<T>& a) {
     const Shape& s = ctx.shape;
     const LatentShape& latent = s.latent;
     size_t N = ctx.batch.rows();

@@ -281,10 +281,10 @@ static const Rung<Run> ladder[] = {{"one thread an output", thread_an_output},
 static void check(Check& c, Run run, size_t M, size_t N, size_t K) {
     auto x = rounded<T>(normals(c, M * K)), w = rounded<T>(normals(c, N * K));
     std::vector<double> want(M * N);
-    std::vector<unsigned char> panels(matmul_plain_scratch_bytes(K, 8, threads_here(Cpu{})));
+    Product p = {M, N, K, {K, 1}, {1, K}, N};
+    std::vector<unsigned char> blocks(matmul_plain_scratch_bytes(M, 8, threads_here(Cpu{})));
     const double* none = nullptr;
-    matmul_plain(want.data(), x.data(), w.data(), none, none, {M, N, K, {K, 1}, {1, K}, N},
-                 panels.data());
+    matmul_plain(want.data(), x.data(), w.data(), none, none, p, blocks.data());
 
     every_order(c, [&](Outputs& o) {
         Array<T> out(M * N), inp(x), weight(w);

@@ -308,8 +308,7 @@ inline const TaskKind* find_task_kind(const std::string& name) {
 // ----------------------------------------------------------------------------
 // from texts to tokens
 
-// Turn a context and a completion into tokens. P: the model's positions. Returns ""
-// or what is wrong.
+// Turn a context and a completion into tokens. P: the model's positions. "" or what is wrong.
 inline std::string make_candidate(Candidate* c, const Tokenizer& t, const Texts::Pair& pair,
                                   size_t P) {
     c->characters = count_characters(pair.completion) - 1; // without the space

@@ -475,8 +475,7 @@ inline void show_progress(PrepareProgress& p, size_t bytes, size_t tokens) {
             p.live ? "\033[K" : "\n");
 }
 
-// Finish the last shard. Remove it instead if `wrong` reports a failure, or if it
-// has too few tokens.
+// Finish the last shard. Remove it if `wrong` reports a failure, or if it has too few tokens.
 inline std::string close_last_shard(ShardOutput& o, const BatchReader& r, std::string wrong) {
     // Refuse a validation shard that is too short: nothing would be left to train on.
     if (wrong.empty() && next_is_val(o))

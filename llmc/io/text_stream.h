@@ -94,8 +94,7 @@ inline std::string input_describe(TextInput* input, const std::string& path) {
         return path + ": this program is built without zstd: install libzstd-dev and make again";
 #endif
 
-    // Note size and time, which identify an input: a preparation that resumes must
-    // find the same one.
+    // Note size and time, which identify an input: one that resumes must find the same input.
     struct stat s;
     if (stat(path.c_str(), &s) != 0)
         return path + ": " + strerror(errno);
@@ -200,8 +199,7 @@ inline size_t zst_read(InputStream& s, char* to, size_t bytes) {
         if (s.in.pos == s.in.size)
             s.in = {s.buffer.data(), fread(s.buffer.data(), 1, s.buffer.size(), s.file), 0};
 
-        // At the end of the file zstd may still hold bytes. The end is good
-        // only between two frames.
+        // At the file's end zstd may still hold bytes. The end is good only between two frames.
         bool end = s.in.size == 0;
         if (end && s.open_frame == 0) return 0;
         s.open_frame = ZSTD_decompressStream(s.zst, &out, &s.in);
@@ -272,8 +270,7 @@ inline size_t gz_read(InputStream& s, char* to, size_t bytes) {
             continue;
         }
 
-        // At the file's end: accept it after a member, refuse it before the first
-        // or inside of one.
+        // At the file's end: accept it after a member, refuse it before the first or inside one.
         if (s.between) return 0;
         bool empty = s.members == 0 && s.gz.total_in == 0;
         s.wrong = s.input->path +

@@ -313,8 +313,7 @@ inline std::string read_normalizer(Tokenizer* t, const Json& j) {
             return "";
         }
 
-    // SentencePiece's steps: a space in front, and U+2581 for spaces, which
-    // all its tokenizers have.
+    // SentencePiece's steps: a space in front, and U+2581 for spaces, in all its tokenizers.
     bool spaces = type == "Replace" && j.at("pattern").value("String", "") == " ";
     if (t->sentencepiece && (type == "Prepend" || spaces)) {
         if (type == "Prepend")
@@ -440,8 +439,7 @@ inline std::string read_tokenizer_json_object(Tokenizer* t, const Json& j) {
     // Take its tokens.
     LLMC_TRY(read_bpe(t, j.at("model")));
 
-    // Take the steps that text goes through. A normalizer or else a
-    // pre-tokenizer writes the spaces.
+    // The steps that text goes through. A normalizer or else a pre-tokenizer writes the spaces.
     t->late_spaces = true;
     for (const auto& each : json_steps(j, "normalizer", "normalizers"))
         LLMC_TRY(read_normalizer(t, each));

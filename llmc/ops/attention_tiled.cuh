@@ -97,7 +97,7 @@ size_t attention_product_scratch(const AttentionDims& d) {
 
     // With a key/value cache Tk grows, and its last block takes every size. For these, count the
     // scratch of the plain loops.
-    return most + matmul_plain_scratch_bytes(std::max(ATTENTION_K, d.HS), sizeof(acc_t<T>), 1);
+    return most + matmul_plain_scratch_bytes(std::min(ATTENTION_Q, d.Tq), sizeof(acc_t<T>), 1);
 }
 
 // Lay out a thread's share of the scratch. Returns the bytes of the tiles; the rest of the share is
@@ -198,33 +198,21 @@ void few_rows_matmul(acc_t<T>* out, const T* a, const T* b, const Product& p) {
         }
 
         // Otherwise add up rows of b, four at a time: a short row of out then stays in registers.
-        size_t k = 0;
-        for (; p.b.column == 1 && k + 4 <= p.K; k += 4) {
-            const T* b0 = b + k * p.b.row;
-            const T* b1 = b0 + p.b.row;
-            const T* b2 = b1 + p.b.row;
-            const T* b3 = b2 + p.b.row;
+        // Beyond the last row, add it zero times.
+        for (size_t k = 0; p.b.column == 1 && k < p.K; k += 4) {
+            const T* bk[4];
             A x[4];
-            for (size_t n = 0; n < 4; n++)
-                x[n] = to_acc(ai[(k + n) * p.a.column]);
+            for (size_t n = 0; n < 4; n++) {
+                bk[n] = b + std::min(k + n, p.K - 1) * p.b.row;
+                x[n] = k + n < p.K ? to_acc(ai[(k + n) * p.a.column]) : A(0);
+            }
             #pragma omp simd
             for (size_t j = 0; j < p.N; j++) {
                 A sum = row[j];
-                sum += x[0] * to_acc(b0[j]);
-                sum += x[1] * to_acc(b1[j]);
-                sum += x[2] * to_acc(b2[j]);
-                sum += x[3] * to_acc(b3[j]);
+                for (size_t n = 0; n < 4; n++)
+                    sum += x[n] * to_acc(bk[n][j]);
                 row[j] = sum;
             }
-        }
-
-        // Add the last one to three rows.
-        for (; p.b.column == 1 && k < p.K; k++) {
-            const T* bk = b + k * p.b.row;
-            A x = to_acc(ai[k * p.a.column]);
-            #pragma omp simd
-            for (size_t j = 0; j < p.N; j++)
-                row[j] += x * to_acc(bk[j]);
         }
     }
 }

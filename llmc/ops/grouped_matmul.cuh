@@ -32,17 +32,18 @@ namespace llmc {
 constexpr size_t LEAST_ROWS = 64;
 constexpr size_t MOST_ROWS = 1024;
 
-// Call f(first, count) for each block of an expert's rows.
+// Call f(e, first, count) for each block of rows of each expert e.
 template <typename F>
-void for_each_row_block(size_t first, size_t end, F f) {
-    while (first < end) {
-        // Take the largest power of two that is left; below LEAST_ROWS take the rest.
-        size_t left = end - first;
-        size_t count = left;
-        if (left >= LEAST_ROWS)
-            count = std::min(std::bit_floor(left), MOST_ROWS);
-        f(first, count);
-        first += count;
+void for_each_row_block(const Groups& g, F f) {
+    for (size_t e = 0; e < g.E; e++) {
+        size_t end = g.starts[e + 1];
+        size_t count;
+        for (size_t first = g.starts[e]; first < end; first += count) {
+            // Take the largest power of two that is left; below LEAST_ROWS take the rest.
+            size_t left = end - first;
+            count = left < LEAST_ROWS ? left : std::min(std::bit_floor(left), MOST_ROWS);
+            f(e, first, count);
+        }
     }
 }
 
@@ -78,8 +79,8 @@ template <typename T>
 size_t grouped_scratch_bytes(const Groups& g, Cpu where) {
     Type t = type_of<T>();        // of W and activations
     Type a = type_of<acc_t<T>>(); // of gradients
-    size_t longest = std::max({g.OC, g.IC, LEAST_ROWS});
-    size_t most = matmul_plain_scratch_bytes(longest, sizeof(acc_t<T>), threads_here(where));
+    size_t tallest = std::max(g.OC, LEAST_ROWS);
+    size_t most = matmul_plain_scratch_bytes(tallest, sizeof(acc_t<T>), threads_here(where));
 
     // Ask for every number of rows that a block may have.
     for (size_t rows = LEAST_ROWS; rows <= std::min(g.M, MOST_ROWS); rows *= 2)
@@ -97,40 +98,38 @@ size_t grouped_scratch_bytes(const Groups& g, Cpu where) {
 template <typename T>
 void grouped_forward(T* out, const T* inp, const T* w, // (M,OC) (M,IC) (E,OC,IC)
                      const Groups& g, bool accumulate, Blas& blas, Cpu where) {
-    for (size_t e = 0; e < g.E; e++)
-        for_each_row_block(g.starts[e], g.starts[e + 1], [&](size_t first, size_t rows) {
-            grouped_block(out + first * g.OC, inp + first * g.IC, w + e * g.OC * g.IC,
-                          grouped_forward_product(g, rows, accumulate), rows, blas, where);
-        });
+    for_each_row_block(g, [&](size_t e, size_t first, size_t rows) {
+        grouped_block(out + first * g.OC, inp + first * g.IC, w + e * g.OC * g.IC,
+                      grouped_forward_product(g, rows, accumulate), rows, blas, where);
+    });
 }
 
 // dinp = or += dout W_e.
 template <typename T>
 void grouped_backward_input(T* dinp, const T* dout, const T* w, // (M,IC) (M,OC) (E,OC,IC)
                             const Groups& g, bool accumulate, Blas& blas, Cpu where) {
-    for (size_t e = 0; e < g.E; e++)
-        for_each_row_block(g.starts[e], g.starts[e + 1], [&](size_t first, size_t rows) {
-            grouped_block(dinp + first * g.IC, dout + first * g.OC, w + e * g.OC * g.IC,
-                          grouped_input_product(g, rows, accumulate), rows, blas, where);
-        });
+    for_each_row_block(g, [&](size_t e, size_t first, size_t rows) {
+        grouped_block(dinp + first * g.IC, dout + first * g.OC, w + e * g.OC * g.IC,
+                      grouped_input_product(g, rows, accumulate), rows, blas, where);
+    });
 }
 
 // dW_e = or += dout_e^T inp_e.
 template <typename T>
 void grouped_backward_weight(acc_t<T>* dw, const T* dout, const T* inp, // (E,OC,IC) (M,OC) (M,IC)
                              const Groups& g, bool accumulate, Blas& blas, Cpu where) {
+    // An expert without rows has no block that writes: write zeros.
     size_t matrix = g.OC * g.IC;
-    for (size_t e = 0; e < g.E; e++) {
-        // The first block of rows writes, the others add. Without rows there is none: write zeros.
-        bool adds = accumulate;
-        if (!adds && g.starts[e] == g.starts[e + 1])
+    for (size_t e = 0; e < g.E; e++)
+        if (!accumulate && g.starts[e] == g.starts[e + 1])
             std::fill_n(dw + e * matrix, matrix, acc_t<T>(0));
-        for_each_row_block(g.starts[e], g.starts[e + 1], [&](size_t first, size_t rows) {
-            grouped_block(dw + e * matrix, dout + first * g.OC, inp + first * g.IC,
-                          grouped_weight_product(g, rows, adds), rows, blas, where);
-            adds = true;
-        });
-    }
+
+    // An expert's first block of rows writes, the others add.
+    for_each_row_block(g, [&](size_t e, size_t first, size_t rows) {
+        bool adds = accumulate || first > size_t(g.starts[e]);
+        grouped_block(dw + e * matrix, dout + first * g.OC, inp + first * g.IC,
+                      grouped_weight_product(g, rows, adds), rows, blas, where);
+    });
 }
 
 // ----------------------------------------------------------------------------

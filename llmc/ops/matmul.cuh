@@ -13,6 +13,7 @@
 #include <algorithm>
 #include <array>
 #include <map>
+#include <memory>
 #include <mutex>
 #include <string>
 #include <unordered_map>
@@ -178,100 +179,125 @@ inline const char* matmul_backend() {
 }
 
 // ----------------------------------------------------------------------------
-// CPU: our own loops. A thread packs a panel of b into contiguous memory, widens a few rows of a at
-// a time, and multiplies both in tiles whose sums stay in registers.
+// CPU: our own loops. A thread widens a block of a and one of b into contiguous memory, and
+// multiplies them in tiles whose sums stay in registers (Goto 2008, doi:10.1145/1356052.1356053).
 
-// The bytes of a register. A tile's sums take 12 of AVX2's 16. Tiles of a panel share its rows.
+// The bytes of a register. A tile's sums take 12 of AVX2's 16.
 #ifdef __AVX512F__
 constexpr size_t REGISTER = 64;
 #else
 constexpr size_t REGISTER = 32;
 #endif
-constexpr size_t TILE_ROWS = 6, TILE_REGISTERS = 2, PANEL = 64;
+constexpr size_t TILE_ROWS = 6, TILE_REGISTERS = 2;
+template <typename A> constexpr size_t TILE_COLS = TILE_REGISTERS * REGISTER / sizeof(A);
 
-// The scratch: a panel (K,PANEL) and rows (TILE_ROWS,K) for each thread.
-inline size_t matmul_plain_scratch_bytes(size_t K, size_t acc_bytes, int threads) {
-    return size_t(threads) * K * (PANEL + TILE_ROWS) * acc_bytes;
+// A block of out (BLOCK_M,BLOCK_N) is summed up in parts of BLOCK_K. A thread's scratch has the
+// sums, a's part, and b's part of one tile: at most 0.4 MB of floats, for an L2 cache.
+constexpr size_t BLOCK_M = 264, BLOCK_N = 128, BLOCK_K = 256;
+inline size_t matmul_plain_elements(size_t M) {
+    size_t rows = std::min(BLOCK_M, round_up(M, TILE_ROWS));
+    return rows * (BLOCK_N + BLOCK_K) + BLOCK_K * TILE_COLS<float>;
+}
+inline size_t matmul_plain_scratch_bytes(size_t M, size_t acc_bytes, int threads) {
+    return size_t(threads) * matmul_plain_elements(M) * acc_bytes;
 }
 
-// Write `count` sums to a row of out. bias and residual may be null.
-template <typename T, typename O>
-void store_tile_row(O* out, const acc_t<T>* sum, size_t count, bool accumulate, const T* bias,
-                    const O* residual) {
-    for (size_t j = 0; j < count; j++) {
-        acc_t<T> x = accumulate ? to_acc(out[j]) + sum[j] : sum[j];
-        if (bias) x += to_acc(bias[j]);
-        if (residual) x += to_acc(residual[j]);
-        out[j] = from_acc<O>(x);
+// wide (rows,cols), a row `wide_row` elements after the other, = x (rows,cols) with any strides.
+template <typename T>
+void widen_block(acc_t<T>* wide, size_t wide_row, const T* x, Strides s, size_t rows, size_t cols) {
+    // 16 columns at a time where rows are not contiguous: columns are then.
+    size_t step = s.column == 1 ? cols : 16;
+    for (size_t j0 = 0; j0 < cols; j0 += step)
+        for (size_t i = 0; i < rows; i++) {
+            size_t count = std::min(step, cols - j0);
+            acc_t<T>* to = wide + i * wide_row + j0;
+            const T* from = x + i * s.row + j0 * s.column;
+            #pragma omp simd
+            for (size_t j = 0; j < count; j++)
+                to[j] = to_acc(from[j * s.column]);
+        }
+}
+
+// sums (rows,TILE_COLS) = or += left (rows,depth) right (depth,TILE_COLS), k in order.
+template <typename A>
+void matmul_tiles(A* sums, const A* left, const A* right, size_t rows, size_t depth,
+                  bool accumulate) {
+    // Such a vector of g++ needs no more alignment than an element.
+    typedef A Vector __attribute__((vector_size(REGISTER), aligned(alignof(A))));
+    for (size_t r0 = 0; r0 < rows; r0 += TILE_ROWS) {
+        A* home = sums + r0 * BLOCK_N;
+        Vector sum[TILE_ROWS][TILE_REGISTERS] = {};
+        for (size_t r = 0; accumulate && r < TILE_ROWS; r++)
+            for (size_t v = 0; v < TILE_REGISTERS; v++)
+                sum[r][v] = reinterpret_cast<const Vector*>(home + r * BLOCK_N)[v];
+
+        for (size_t k = 0; k < depth; k++) {
+            const Vector* row = reinterpret_cast<const Vector*>(right) + k * TILE_REGISTERS;
+            for (size_t r = 0; r < TILE_ROWS; r++) {
+                A x = left[(r0 + r) * BLOCK_K + k];
+                for (size_t v = 0; v < TILE_REGISTERS; v++)
+                    sum[r][v] += x * row[v];
+            }
+        }
+
+        for (size_t r = 0; r < TILE_ROWS; r++)
+            for (size_t v = 0; v < TILE_REGISTERS; v++)
+                reinterpret_cast<Vector*>(home + r * BLOCK_N)[v] = sum[r][v];
     }
 }
 
-// Compute columns [j0, j0 + count) of out, for all rows.
+// Compute `rows` rows of out and up to BLOCK_N columns, from row i0 and column j0 on.
 template <typename T, typename O>
-void matmul_panel(O* out, const T* a, const T* b,   // (M,N) (M,K) (K,N)
+void matmul_block(O* out, const T* a, const T* b,   // (M,N) (M,K) (K,N)
                   const T* bias, const O* residual, // (N) (M,N), or null
-                  const Product& p, size_t j0, size_t count,
-                  acc_t<T>* panel) { // (PANEL/TILE,K,TILE), and rows (TILE_ROWS,K)
-    typedef acc_t<T> A;
-    // Such a vector of g++ needs no more alignment than an element.
-    typedef A Vector __attribute__((vector_size(REGISTER), aligned(alignof(A))));
-    constexpr size_t TILE = TILE_REGISTERS * REGISTER / sizeof(A); // columns
-    A* rows = panel + p.K * PANEL;
+                  const Product& p, size_t i0, size_t j0, size_t rows,
+                  acc_t<T>* right) { // a part of b; then sums (rows,BLOCK_N), of a (rows,BLOCK_K)
+    constexpr size_t COLS = TILE_COLS<acc_t<T>>;
+    size_t cols = std::min(BLOCK_N, p.N - j0);
+    acc_t<T>* sums = right + BLOCK_K * TILE_COLS<float>;
+    acc_t<T>* left = sums + round_up(rows, TILE_ROWS) * BLOCK_N;
 
-    // Pack the panel tile by tile, zeros beyond `count`. b's strides, seen only here, may be any.
-    A* packed = panel;
-    for (size_t t = 0; t < count; t += TILE)
-        for (size_t k = 0; k < p.K; k++)
-            for (size_t j = t; j < t + TILE; j++)
-                *packed++ = j < count ? to_acc(b[k * p.b.row + (j0 + j) * p.b.column]) : A(0);
+    for (size_t k0 = 0; k0 < p.K; k0 += BLOCK_K) {
+        // Widen parts of a and b. What lies beyond them in a tile adds to sums that nobody reads.
+        size_t depth = std::min(BLOCK_K, p.K - k0);
+        const T* ak = a + i0 * p.a.row + k0 * p.a.column;
+        const T* bk = b + j0 * p.b.column + k0 * p.b.row;
+        widen_block(left, BLOCK_K, ak, p.a, rows, depth);
+        for (size_t t = 0; t < cols; t += COLS) {
+            widen_block(right, COLS, bk + t * p.b.column, p.b, depth, std::min(COLS, cols - t));
+            matmul_tiles(sums + t, left, right, rows, depth, k0 > 0);
+        }
+    }
 
-    for (size_t i0 = 0; i0 < p.M; i0 += TILE_ROWS) {
-        // Widen rows of a, 16 columns at a time for either order of its strides. A row beyond M
-        // repeats the last one.
-        for (size_t k0 = 0; k0 < p.K; k0 += 16)
-            for (size_t r = 0; r < TILE_ROWS; r++) {
-                size_t end = std::min(k0 + 16, p.K);
-                const T* row = a + std::min(i0 + r, p.M - 1) * p.a.row;
-                for (size_t k = k0; k < end; k++)
-                    rows[r * p.K + k] = to_acc(row[k * p.a.column]);
-            }
-
-        for (size_t t = 0; t < count; t += TILE) {
-            // Sum a tile of out.
-            Vector sum[TILE_ROWS][TILE_REGISTERS] = {};
-            for (size_t k = 0; k < p.K; k++) {
-                const Vector* bk = reinterpret_cast<const Vector*>(panel + t * p.K + k * TILE);
-                for (size_t r = 0; r < TILE_ROWS; r++) {
-                    A x = rows[r * p.K + k];
-                    for (size_t v = 0; v < TILE_REGISTERS; v++)
-                        sum[r][v] += x * bk[v];
-                }
-            }
-
-            // Write the rows and columns that exist.
-            size_t j = j0 + t;
-            size_t columns = std::min(TILE, count - t);
-            for (size_t r = 0; r < TILE_ROWS && i0 + r < p.M; r++) {
-                size_t at = (i0 + r) * p.out_row + j;
-                store_tile_row(out + at, reinterpret_cast<const A*>(sum[r]), columns,
-                               p.accumulate, bias ? bias + j : nullptr,
-                               residual ? residual + at : nullptr);
-            }
+    // Write the rows and columns that exist.
+    for (size_t r = 0; r < rows; r++) {
+        size_t at = (i0 + r) * p.out_row + j0;
+        for (size_t j = 0; j < cols; j++) {
+            acc_t<T> x = sums[r * BLOCK_N + j];
+            if (p.accumulate) x += to_acc(out[at + j]);
+            if (bias) x += to_acc(bias[j0 + j]);
+            if (residual) x += to_acc(residual[at + j]);
+            out[at + j] = from_acc<O>(x);
         }
     }
 }
 
-// The whole product. scratch: matmul_plain_scratch_bytes(), a panel and rows for each thread.
-// Threads share columns out and never split a sum over k, so no sum depends on their number.
+// The whole product. scratch: matmul_plain_scratch_bytes(). Threads share blocks out and never
+// split a sum over k, so no sum depends on their number.
 template <typename T, typename O>
 void matmul_plain(O* out, const T* a, const T* b, const T* bias, const O* residual,
-                  const Product& p, void* scratch) {
-    #pragma omp parallel for
-    for (size_t j0 = 0; j0 < p.N; j0 += PANEL) {
-        size_t each = p.K * (PANEL + TILE_ROWS); // elements of a thread
-        acc_t<T>* panel = static_cast<acc_t<T>*>(scratch) + thread_here() * each;
-        matmul_panel(out, a, b, bias, residual, p, j0, std::min(PANEL, p.N - j0), panel);
-    }
+                  const Product& p, void* scratch, int threads = threads_here(Cpu{})) {
+    // Blocks are lower where some threads would have none.
+    size_t down = ceil_div(size_t(threads), ceil_div(p.N, BLOCK_N));
+    size_t rows = std::min(BLOCK_M, round_up(ceil_div(p.M, down), TILE_ROWS));
+    size_t each = matmul_plain_elements(p.M);
+
+    #pragma omp parallel for collapse(2) schedule(dynamic) num_threads(threads)
+    for (size_t j0 = 0; j0 < p.N; j0 += BLOCK_N)
+        for (size_t i0 = 0; i0 < p.M; i0 += rows) {
+            acc_t<T>* mine = static_cast<acc_t<T>*>(scratch) + thread_here() * each;
+            matmul_block(out, a, b, bias, residual, p, i0, j0, std::min(rows, p.M - i0), mine);
+        }
 }
 
 // ----------------------------------------------------------------------------
@@ -441,7 +467,7 @@ inline size_t matmul_scratch_bytes(const Product& p, Type in, Type out, bool bia
     // Our own loops need the same scratch for every kind of product.
     (void)out, (void)bias, (void)residual;
     size_t acc_bytes = in == Type::F64 ? sizeof(double) : sizeof(float);
-    return matmul_plain_scratch_bytes(p.K, acc_bytes, threads);
+    return matmul_plain_scratch_bytes(p.M, acc_bytes, threads);
 }
 
 // Every product on a GPU asks for the same scratch.
@@ -490,9 +516,9 @@ void matmul(O* out, const T* a, const T* b, const T* bias, const O* residual, co
 
     // Without oneDNN, loops multiply.
     (void)blas, (void)cache;
-    LLMC_CHECK(matmul_plain_scratch_bytes(p.K, sizeof(acc_t<T>), 1) <= scratch_bytes,
-               "a product over %zu needs more scratch than %zu bytes", p.K, scratch_bytes);
-    matmul_plain(out, a, b, bias, residual, p, scratch);
+    LLMC_CHECK(matmul_plain_scratch_bytes(p.M, sizeof(acc_t<T>), 1) <= scratch_bytes,
+               "a product of %zu rows needs more scratch than %zu bytes", p.M, scratch_bytes);
+    matmul_plain(out, a, b, bias, residual, p, scratch, cache ? 1 : threads_here(Cpu{}));
 }
 
 // The product by all threads of the rank, in the handle's scratch.
@@ -789,13 +815,13 @@ inline bool blas_rehearse(Blas& blas, bool begin, cudaStream_t) {
 
 #else // the emulator
 
-// The product in the emulator. It allocates the panels itself: a GPU's plan has no room for them.
+// The product in the emulator. It allocates the blocks itself: a GPU's plan has no room for them.
 template <typename T, typename O>
 void emulated_product(O* out, const T* a, const T* b, const T* bias, const O* residual,
                       const Product& p) {
-    std::vector<unsigned char> panels(
-        matmul_plain_scratch_bytes(p.K, sizeof(acc_t<T>), threads_here(Cpu{})));
-    matmul_plain(out, a, b, bias, residual, p, panels.data());
+    size_t bytes = matmul_plain_scratch_bytes(p.M, sizeof(acc_t<T>), threads_here(Cpu{}));
+    auto blocks = std::make_unique_for_overwrite<unsigned char[]>(bytes);
+    matmul_plain(out, a, b, bias, residual, p, blocks.get());
 }
 
 // The operand's strides as the library reads them from its layout, and what the library refuses.

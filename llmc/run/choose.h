@@ -190,8 +190,7 @@ inline void open_tasks(Run& run) {
     or_die(read_tasks(&run.questions.asked, c.tasks, run.tokenizer, text_positions(run.shape)));
     if (run.world.size == 1) return;
 
-    // Each rank has read the files itself: compare hashes of the tokens, because they
-    // may be many.
+    // Each rank has read the files itself: compare hashes of the tokens, which may be many.
     std::string all;
     for (const Candidate& x : run.questions.asked.candidates)
         all += concat(fnv1a({(const char*)x.tokens.data(), x.tokens.size() * sizeof(int)}), " ");

@@ -722,8 +722,7 @@ template <typename F> bool answers(unsigned threads, size_t shared, F kernel) {
     return good;
 }
 
-// The 128-byte swizzle, as the manual's figure has it: row r, place
-// p holds chunk SWIZZLE_128[r][p].
+// The manual's figure of the 128-byte swizzle: row r, place p holds chunk SWIZZLE_128[r][p].
 const int SWIZZLE_128[8][8] = {{0, 1, 2, 3, 4, 5, 6, 7}, {1, 0, 3, 2, 5, 4, 7, 6},
                                {2, 3, 0, 1, 6, 7, 4, 5}, {3, 2, 1, 0, 7, 6, 5, 4},
                                {4, 5, 6, 7, 0, 1, 2, 3}, {5, 4, 7, 6, 1, 0, 3, 2},

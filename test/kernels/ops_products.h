@@ -34,7 +34,7 @@ template <typename T> void matmul_type_test(Check& c, size_t M, size_t K) {
                 int threads = threads_here(Cpu{});
                 Workspace w(matmul_scratch_bytes(p, type_of<T>(), type_of<T>(), with_bias,
                                                  with_residual, threads) +
-                            matmul_plain_scratch_bytes(K, sizeof(acc_t<T>), threads));
+                            matmul_plain_scratch_bytes(M, sizeof(acc_t<T>), threads));
                 const T* bias_or_null = with_bias ? Bias.data() : nullptr;
                 const T* residual_or_null = with_residual ? R.data() : nullptr;
                 std::vector<T> out(M * N, from_acc<T>(2)), own(M * N, from_acc<T>(2));
@@ -100,7 +100,7 @@ template <typename T> void matmul_bits(Check& c) {
     std::vector<T> a = as<T>(normals(c, M * K)), b = as<T>(normals(c, K * N));
     std::vector<T> first(M * N), again(M * N);
     Product p = {M, N, K, {K, 1}, {N, 1}, N};
-    Workspace w(matmul_plain_scratch_bytes(K, sizeof(acc_t<T>), std::max(3, threads_here(Cpu{}))));
+    Workspace w(matmul_plain_scratch_bytes(M, sizeof(acc_t<T>), std::max(3, threads_here(Cpu{}))));
     const T* nothing = nullptr;
 
     int threads = omp_get_max_threads();
@@ -126,6 +126,7 @@ inline void matmul_test(Check& c) {
         matmul_packed_test<float>(c);
         matmul_packed_test<bf16>(c);
     }
+    matmul_type_test<bf16>(c, BLOCK_M + odd(c, 1, 40), BLOCK_K + odd(c, 1, 40));
     matmul_scratch_test(c);
     matmul_bits<float>(c);
     matmul_bits<bf16>(c);
