@@ -1685,8 +1685,9 @@ TEST_F(Life, AMemoryThatIsGivenIsABound) {
     };
     Ran r = run("--memory 0.004");
     EXPECT_EQ(r.status, 1);
-    EXPECT_HAS(r.text, "this run needs 8."); // MiB; the scratch of products is the processor's
-    EXPECT_HAS(r.text, " MiB, and --memory 0.004 is less: these flags fit: --micro-batch 2");
+    EXPECT_HAS(
+        r.text,
+        "this run needs 8.4 MiB, and --memory 0.004 is less: these flags fit: --micro-batch 2");
     EXPECT_EQ(run("--memory 0.004 --micro-batch 2").status, 0);
     r = run("--memory 0.0042 --explain --local-ranks 2 --pp 2 --micro-batch 1 --recompute full");
     EXPECT_EQ(r.status, 0) << r.text;
