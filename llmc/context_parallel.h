@@ -56,6 +56,27 @@ template <typename T> struct Keys {
     size_t batch = 0; // elements between sequences; 0: one directly follows the other
 };
 
+// Lay the keys and values of `rows` tokens side by side.
+template <typename T, typename S>
+void pack_keys(const Ctx<S>& ctx, T* keys, const T* k, const T* v, // (rows,2,KV)
+               size_t stride, size_t rows) {
+    // Strides count bytes here.
+    size_t KV = ctx.shape.NKV * ctx.shape.HS;
+    size_t bytes = KV * sizeof(T);
+    size_t from = stride * sizeof(T);
+    copy_rows(keys, 2 * bytes, k, from, bytes, rows, ctx.where);
+    copy_rows(keys + KV, 2 * bytes, v, from, bytes, rows, ctx.where);
+}
+
+// Round the sums of keys' and values' gradients, each once, to `rows` rows of both.
+template <typename T, typename S>
+void round_keys(const Ctx<S>& ctx, T* dk, T* dv, size_t stride, const acc_t<T>* sums, // (rows,2,KV)
+                size_t rows) {
+    size_t KV = ctx.shape.NKV * ctx.shape.HS;
+    round_rows(dk, stride, sums, 2 * KV, rows, KV, ctx.where);
+    round_rows(dv, stride, sums + KV, 2 * KV, rows, KV, ctx.where);
+}
+
 // The keys that the batch's queries look at. Without a cache they are the batch's own. With a cache
 // (slots,capacity,2,NKV*HS), store the batch's keys at their positions; the queries then look at
 // the first `seen` of each slot. Where a slot has fewer, positions mask the rest.
@@ -67,12 +88,12 @@ Keys<T> keys_seen(const Ctx<S>& ctx, T* cache, const T* k, const T* v, size_t st
 
     // Store one row in the cache for each token: its key, then its value.
     size_t KV = ctx.shape.NKV * ctx.shape.HS;
-    size_t from = stride * sizeof(T), to = 2 * KV * sizeof(T), slot = b.capacity * 2 * KV;
+    size_t slot = b.capacity * 2 * KV;
     T* first = cache + b.first_slot * slot;
     for (size_t i = 0; i < b.B; i++) {
         T* row = first + i * slot + size_t(b.places[i * b.T]) * 2 * KV;
-        copy_rows(row, to, k + i * b.T * stride, from, KV * sizeof(T), b.T, ctx.where);
-        copy_rows(row + KV, to, v + i * b.T * stride, from, KV * sizeof(T), b.T, ctx.where);
+        size_t from = i * b.T * stride; // the sequence's first row
+        pack_keys(ctx, row, k + from, v + from, stride, b.T);
     }
     return {first, first + KV, b.key_positions, b.seen, 2 * KV, slot};
 }
@@ -255,19 +276,6 @@ void finish_hop(Ctx<S>& ctx, Hop<S>& hop) {
     wait_point(record_point(ctx.beside), ctx.where);
 }
 
-// Lay this rank's keys and values side by side, so that they go as one message.
-template <typename T, typename S>
-void pack_keys(Ctx<S>& ctx, T* keys, const Qkv<T>& x) { // keys (N,2,KV)
-    size_t N = ctx.batch.rows();
-    size_t KV = ctx.shape.NKV * ctx.shape.HS;
-    T* values = keys + KV;
-    // Strides count bytes here.
-    size_t from = x.kv_stride * sizeof(T);
-    size_t bytes = KV * sizeof(T);
-    copy_rows(keys, 2 * bytes, x.k, from, bytes, N, ctx.where);
-    copy_rows(values, 2 * bytes, x.v, from, bytes, N, ctx.where);
-}
-
 // Attention's operands: this rank's queries, and the keys that have arrived after `step` hops.
 template <typename T, typename S>
 AttentionOperands<T> ring_operands(const Ctx<S>& ctx, const T* q, size_t q_stride, const T* keys,
@@ -305,7 +313,7 @@ void ring_forward(Ctx<S>& ctx, T* out, acc_t<T>* lse, const Qkv<T>& x) { // (B,t
     size_t N = b.rows();
     size_t Q = s.NH * s.HS;
     RingRooms<T> room = ring_rooms<T>(s, N, false, ctx.context.scratch);
-    pack_keys(ctx, room.keys, x);
+    pack_keys(ctx, room.keys, x.k, x.v, x.kv_stride, N); // they go as one message
 
     for (int step = 0; step < ctx.cp.size; step++) {
         // 1. Pass the keys on, and receive the next ones.
@@ -341,7 +349,7 @@ void ring_backward(Ctx<S>& ctx, const Qkv<T>& dx, const T* dout, const T* out, /
     size_t numbers = N * 2 * KV;
     size_t bytes = numbers * sizeof(acc_t<T>);
     RingRooms<T> room = ring_rooms<T>(s, N, true, ctx.context.scratch);
-    pack_keys(ctx, room.keys, x);
+    pack_keys(ctx, room.keys, x.k, x.v, x.kv_stride, N);
 
     // Copy the queries to dense rows, the layout that the sum of their gradients has.
     size_t width = Q * sizeof(T);
@@ -378,11 +386,7 @@ void ring_backward(Ctx<S>& ctx, const Qkv<T>& dx, const T* dout, const T* out, /
     round_rows(dx.q, dx.q_stride, room.sum, Q, N, Q, ctx.where);
     finish_hop(ctx, hop);
 
-    // Round each gradient once.
-    const acc_t<T>* dk = room.arriving;
-    const acc_t<T>* dv = dk + KV;
-    round_rows(dx.k, dx.kv_stride, dk, 2 * KV, N, KV, ctx.where);
-    round_rows(dx.v, dx.kv_stride, dv, 2 * KV, N, KV, ctx.where);
+    round_keys(ctx, dx.k, dx.v, dx.kv_stride, room.arriving, N);
 }
 
 // Return how many of Ulysses' ranks take the same key/value head; more than 1 if heads are fewer
@@ -564,18 +568,13 @@ template <typename T, typename S>
 Keys<T> gather_keys(Ctx<S>& ctx, const Qkv<T>& x) {
     const Batch& b = ctx.batch;
     size_t KV = ctx.shape.NKV * ctx.shape.HS;
-    size_t from = x.kv_stride * sizeof(T); // bytes between rows
-    size_t bytes = KV * sizeof(T);
-    size_t to = 2 * bytes;
     T* keys = static_cast<T*>(ctx.context.scratch);
 
     for (size_t i = 0; i < b.B; i++) {
         // Copy this rank's rows to their place in the gathered sequence.
         SequenceRows<T> rows = sequence_rows(ctx, keys, i);
-        const T* k = x.k + i * b.T * x.kv_stride;
-        const T* v = x.v + i * b.T * x.kv_stride;
-        copy_rows(rows.mine, to, k, from, bytes, b.T, ctx.where);
-        copy_rows(rows.mine + KV, to, v, from, bytes, b.T, ctx.where);
+        size_t first = i * b.T * x.kv_stride;
+        pack_keys(ctx, rows.mine, x.k + first, x.v + first, x.kv_stride, b.T);
         all_gather(ctx.cp, rows.all, rows.mine, rows.count, ctx.where);
     }
 
@@ -595,7 +594,6 @@ acc_t<T>* key_gradients(const Ctx<S>& ctx, const Keys<T>& keys) { // (B,cp,t,2,K
 // Sum the partial gradients of all ranks; the sums for this rank's rows become dk and dv.
 template <typename T, typename S>
 void scatter_key_gradients(Ctx<S>& ctx, const Qkv<T>& dx, acc_t<T>* gradients) {
-    size_t KV = ctx.shape.NKV * ctx.shape.HS;
     size_t t = ctx.batch.T;
     for (size_t i = 0; i < ctx.batch.B; i++) {
         SequenceRows<acc_t<T>> rows = sequence_rows(ctx, gradients, i);
@@ -603,29 +601,8 @@ void scatter_key_gradients(Ctx<S>& ctx, const Qkv<T>& dx, acc_t<T>* gradients) {
 
         // Sum in place, in float, then round once.
         reduce_scatter_sum(ctx.cp, rows.mine, rows.all, rows.count, ctx.where);
-        acc_t<T>* k = rows.mine;
-        acc_t<T>* v = k + KV;
-        T* dk = dx.k + first;
-        T* dv = dx.v + first;
-        round_rows(dk, dx.kv_stride, k, 2 * KV, t, KV, ctx.where);
-        round_rows(dv, dx.kv_stride, v, 2 * KV, t, KV, ctx.where);
+        round_keys(ctx, dx.k + first, dx.v + first, dx.kv_stride, rows.mine, t);
     }
-}
-
-// Backward of gather. The forward pass has kept this rank's keys alone: gather all keys again.
-template <typename T, typename S>
-void gather_backward(Ctx<S>& ctx, const Qkv<T>& dx, const T* dout, const T* out, // (B,t,NH,HS)
-                     const acc_t<T>* lse, const Qkv<T>& x) {
-    Keys<T> keys = gather_keys(ctx, x);
-    AttentionOperands<T> operands = attention_operands(ctx, x.q, x.q_stride, keys);
-    operands.dout = dout;
-
-    // Every rank's queries have met all keys, so each rank has only a part of the keys' gradients.
-    acc_t<T>* gradients = key_gradients(ctx, keys);
-    size_t KV = ctx.shape.NKV * ctx.shape.HS;
-    acc_t<T>* dv = gradients + KV;
-    attention_backward(dx.q, gradients, dv, out, lse, operands, ctx.blas, ctx.where);
-    scatter_key_gradients(ctx, dx, gradients);
 }
 
 // Attention of this rank's queries with all keys, by gather or in a ring. Queries and keys come
@@ -646,16 +623,21 @@ void text_backward(Ctx<S>& ctx, const Qkv<T>& dx, const T* dout, const T* out, /
                    const acc_t<T>* lse, const Qkv<T>& x) {
     bool alone = ctx.cp.size == 1;
     bool ring = !alone && ctx.context.method == ContextMethod::RING;
-    if (ring)
-        return ring_backward(ctx, dx, dout, out, lse, x);
-    if (!alone)
-        return gather_backward(ctx, dx, dout, out, lse, x);
+    if (ring) return ring_backward(ctx, dx, dout, out, lse, x);
 
-    // A rank with all keys makes whole gradients.
-    Keys<T> own = keys_seen<T>(ctx, nullptr, x.k, x.v, x.kv_stride);
-    AttentionOperands<T> operands = attention_operands(ctx, x.q, x.q_stride, own);
+    // The forward pass has kept this rank's keys alone: gather all keys again.
+    Keys<T> keys =
+        alone ? keys_seen<T>(ctx, nullptr, x.k, x.v, x.kv_stride) : gather_keys(ctx, x);
+    AttentionOperands<T> operands = attention_operands(ctx, x.q, x.q_stride, keys);
     operands.dout = dout;
-    attention_backward(dx.q, dx.k, dx.v, out, lse, operands, ctx.blas, ctx.where);
+
+    // A rank with all queries makes whole gradients, any other a part of each.
+    if (alone)
+        return attention_backward(dx.q, dx.k, dx.v, out, lse, operands, ctx.blas, ctx.where);
+    acc_t<T>* dk = key_gradients(ctx, keys);
+    acc_t<T>* dv = dk + ctx.shape.NKV * ctx.shape.HS;
+    attention_backward(dx.q, dk, dv, out, lse, operands, ctx.blas, ctx.where);
+    scatter_key_gradients(ctx, dx, dk);
 }
 
 // The same with prefix and sinks, if there are any. Every rank has all of these, and joins them to

@@ -15,7 +15,6 @@
 #include "llama.h"
 #include "mixtral.h"
 #include "model.h"
-#include "ops/column_sums.cuh"
 #include "ops/elementwise.cuh"
 #include "ops/grouped_bias.cuh"
 #include "ops/linear.cuh"
@@ -123,25 +122,6 @@ bool adds_output_bias(const Ctx<S>& ctx) {
     return ctx.tp.rank == 0 || ctx.shape.experts.whole;
 }
 
-// y += the gate of each slot x its expert's bias.
-template <typename T, typename S>
-void add_output_biases(Ctx<S>& ctx, T* y, const GptOss::Block& w, // (M,C) {+tp}
-                       const GptOss::Acts<T>& a) {
-    const acc_t<T>* gates = a.gates;
-    if (adds_output_bias(ctx)) add_biases(ctx, y, w.down_bias, a.slots, gates);
-}
-
-// The gradients of the gates that multiply the outputs' biases.
-template <typename T, typename S>
-void output_biases_backward_gates(Ctx<S>& ctx, const T* dys, const GptOss::Block& w, // (M,C)
-                                  const GptOss::Acts<T>& a) {
-    const acc_t<T>* gates = a.gates;
-    const T* bias = w.down_bias.as<const T>();
-    if (!adds_output_bias(ctx)) return;
-    grouped_bias_backward_gates(a.dgates, dys, bias, biases_of(ctx, a.slots, w.down_bias, gates),
-                                ctx.where);
-}
-
 // The gradients of the outputs' biases. Ranks that do not add them have zeros.
 template <typename T, typename S>
 void output_biases_backward(Ctx<S>& ctx, const T* dys, const GptOss::Block& w, // (M,C)
@@ -164,15 +144,12 @@ void widen(Ctx<S>& ctx, const T* x, const GptOss::Block& w, const GptOss::Acts<T
 }
 
 // ----------------------------------------------------------------------------
-// the block
+// the second branch; the block around it is Mixtral's
 
-// out = the stream behind the block. Activations go to `a`; cache is null except in generation.
+// From the stream after attention to the block's output.
 template <typename T, typename S>
-void block_forward(Ctx<S>& ctx, T* out, const T* inp, const GptOss::Block& w,
-                   const GptOss::Acts<T>& a, T* cache) {
-    // Attend to earlier tokens.
-    first_branch_forward(ctx, inp, w, a, cache);
-
+void second_branch_forward(Ctx<S>& ctx, T* out, const GptOss::Block& w, // (R,C)
+                           const GptOss::Acts<T>& a) {
     // Choose experts. Every row of logits begins as the router's bias.
     size_t n = routed_rows(ctx);
     size_t E = ctx.shape.experts.E;
@@ -186,7 +163,8 @@ void block_forward(Ctx<S>& ctx, T* out, const T* inp, const GptOss::Block& w,
     widen(ctx, x, w, a);
     gate_slots(ctx, a, oss_gate(ctx.shape));
     T* y = narrow_slots(ctx, w, a); // (M,C) {+tp}
-    add_output_biases(ctx, y, w, a);
+    if (adds_output_bias(ctx))
+        add_biases(ctx, y, w.down_bias, a.slots, a.gates);
 
     // Add them up, with the stream.
     const T* residual = a.middle; // (R,C)
@@ -197,73 +175,59 @@ void block_forward(Ctx<S>& ctx, T* out, const T* inp, const GptOss::Block& w,
 
 // Compute again what the level of recomputation dropped. The experts are those that F chose.
 template <typename T, typename S>
-void block_recompute(Ctx<S>& ctx, const T* inp, const GptOss::Block& w, const GptOss::Acts<T>& a,
-                     Recompute level) {
-    first_branch_recompute(ctx, inp, w, a, level);
+void second_branch_recompute(Ctx<S>& ctx, const GptOss::Block& w, const GptOss::Acts<T>& a,
+                             Recompute level) {
     rmsnorm_forward(ctx, a.norm_2, a.norm_2_rstd, a.middle, w.norm_2);
     if (redoes_ffn(level)) widen(ctx, gather_branch_rows(ctx, a.norm_2).routed, w, a);
     gate_slots(ctx, a, oss_gate(ctx.shape));
 }
 
-// Everything in backward but the gradients of weights.
+// Go back through the second branch, to the rows of norm_2.
 template <typename T, typename S>
-void block_backward_input(Ctx<S>& ctx, T* dinp, const T* dout, const T* inp,
-                          const GptOss::Block& w, const GptOss::Acts<T>& a) {
+void second_branch_backward_input(Ctx<S>& ctx, const T* dout, const GptOss::Block& w, // (R,C)
+                                  const GptOss::Acts<T>& a) {
     // Walk back through the experts.
     BranchRows<T> douts = gather_branch_rows(ctx, a.dout_all, dout);
     T* partial = partial_of_experts(ctx, a.dnorm_2); // (n,C) {+tp}
     const T* tokens = gather_tokens(ctx, douts.routed, a.ids);
     const T* dys = narrow_slots_backward(ctx, tokens, w, a, oss_gate(ctx.shape)); // (M,C)
-    output_biases_backward_gates(ctx, dys, w, a);
+    const T* bias = w.down_bias.as<const T>();
+    if (adds_output_bias(ctx)) // their gates multiply the biases too
+        grouped_bias_backward_gates(a.dgates, dys, bias,
+                                    biases_of(ctx, a.slots, w.down_bias, a.gates), ctx.where);
     widen_slots_backward(ctx, partial, w, a);
 
-    // Walk back through the router and the norm.
+    // Walk back through the router.
     router_backward_input(ctx, partial, w.router, a);
     sum_behind_experts(ctx, a.dnorm_2, partial);
-    rmsnorm_backward(ctx, a.dmiddle, a.norm_2_sums, dout, a.dnorm_2, a.middle, w.norm_2,
-                     a.norm_2_rstd);
-
-    // Walk back through the first branch.
-    first_branch_backward_input(ctx, dinp, inp, w, a);
 }
 
-// The gradients of the experts' matrices and biases. The rows of slots are gathered again.
+// The gradients of the experts' matrices and biases.
 template <typename T, typename S>
-void stacks_backward_weight(Ctx<S>& ctx, const T* dout, const T* x, // (n,C) (n,C)
-                            const GptOss::Block& w, const GptOss::Acts<T>& a, bool accumulate) {
+void experts_backward_weight(Ctx<S>& ctx, const T* dout, const T* x, // (n,C) (n,C)
+                             const GptOss::Block& w, const GptOss::Acts<T>& a, bool accumulate) {
     const T* dgate = a.dswiglu;
     const T* dup = a.dup;
     if (!stacks_learn(w)) return;
 
-    // Take the gradients of the experts' outputs.
-    const T* dys = gather_slots(ctx, a.slots, gather_tokens(ctx, dout, a.ids)); // (M,C)
-    stack_backward_weight(ctx, w.down, dys, (const T*)a.swiglu, a.slots, accumulate);
-    output_biases_backward(ctx, dys, w, a, accumulate);
-
-    // Take the experts' inputs. Matrices and biases share the gradients of gate and up.
-    const T* xs = gather_slots(ctx, a.slots, gather_tokens(ctx, x, a.ids)); // (M,C)
-    stack_backward_weight(ctx, w.gate, dgate, xs, a.slots, accumulate);
-    stack_backward_weight(ctx, w.up, dup, xs, a.slots, accumulate);
+    // Matrices and biases share the gradients of outputs, and of gate and up.
+    const T* douts = gather_tokens(ctx, dout, a.ids); // (ep,n,C)
+    auto outputs = [&](const T* dys) { output_biases_backward(ctx, dys, w, a, accumulate); };
+    stacks_backward_weight(ctx, douts, x, w, a, accumulate, outputs);
     biases_backward(ctx, w.gate_bias, dgate, a.slots, accumulate);
     biases_backward(ctx, w.up_bias, dup, a.slots, accumulate);
 }
 
-// The gradients of weights, from what the input half has left.
+// The gradients of all weights of the second branch: first the experts', then the router's.
 template <typename T, typename S>
-void block_backward_weight(Ctx<S>& ctx, const T* dout, const GptOss::Block& w,
-                           const GptOss::Acts<T>& a, bool accumulate) {
-    // Start with the experts, then the router.
+void second_branch_backward_weight(Ctx<S>& ctx, const T* dout, const GptOss::Block& w, // (R,C)
+                                   const GptOss::Acts<T>& a, bool accumulate) {
     const T* room = a.dout_all;
     BranchRows<T> douts = gathered_branch_rows(ctx.shape, room, dout);
     const T* x = gather_branch_rows(ctx, a.norm_2).routed; // (n,C)
-    stacks_backward_weight(ctx, douts.routed, x, w, a, accumulate);
+    experts_backward_weight(ctx, douts.routed, x, w, a, accumulate);
     linear_backward_weight(w.router, bias_of(w.router_bias), a.dlogits, x, routed_rows(ctx),
                            accumulate, ctx.blas, ctx.where);
-
-    // Take the first branch, and add up the partial sums of all norms together.
-    SumsOfRows<T> sums = {{}, {rmsnorm_parts<T>(ctx, w.norm_2, a.norm_2_sums)}};
-    first_branch_backward_weight(ctx, sums, w, a, accumulate);
-    column_sums<T>(sums.columns, sums.ready, ctx.blas.scratch, accumulate, ctx.where);
 }
 
 } // namespace llmc

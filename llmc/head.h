@@ -153,21 +153,15 @@ struct LmHead : Weight {
     Weight bias = {}; // (Vp)
 };
 
-// Cap the logits, if the model does (softcap).
+// Make the logits of rows from the last norm's outputs, capped if the model does so (softcap).
 template <typename T, typename S>
-void cap_logits(Ctx<S>& ctx, T* logits, size_t rows) { // (rows,Vp)
+void head_logits(Ctx<S>& ctx, T* logits, const T* norm, // (rows,Vp) (rows,C)
+                 const LmHead& lm_head, size_t rows) {
+    const T* no_residual = nullptr;
+    linear_forward(logits, norm, lm_head, bias_of(lm_head.bias), no_residual, rows, ctx.blas,
+                   ctx.where);
     softcap_forward(logits, rows * ctx.shape.Vp(), ctx.shape.loss.softcap, ctx.where,
                     ctx.shape.loss.root_softcap);
-}
-
-// Make the logits of rows [n, n + rows).
-template <typename T, typename S>
-void head_chunk_logits(Ctx<S>& ctx, const HeadActs<T>& a, const LmHead& lm_head, size_t n,
-                       size_t rows) {
-    const T* no_residual = nullptr;
-    linear_forward(a.logits, a.norm + n * ctx.shape.C, lm_head, bias_of(lm_head.bias), no_residual,
-                   rows, ctx.blas, ctx.where);
-    cap_logits(ctx, a.logits, rows);
 }
 
 // Make the losses of rows [n, n + rows) from their logits.
@@ -277,7 +271,8 @@ const acc_t<T>* row_coefficients(Ctx<S>& ctx, const HeadActs<T>& a, const LmHead
     size_t chunk = head_chunk_rows(ctx.shape, N, sizeof(T));
     for (size_t n = 0; n < N; n += chunk) {
         size_t rows = std::min(chunk, N - n);
-        head_chunk_logits(ctx, a, lm_head, n, rows);
+        const T* norm = a.norm + n * ctx.shape.C; // (rows,C)
+        head_logits(ctx, a.logits, norm, lm_head, rows);
         head_chunk_loss(ctx, a, n, rows);
     }
     head_objective(ctx, a);
@@ -297,7 +292,8 @@ void head_loss(Ctx<S>& ctx, LossSums* loss, const RowLosses<T>& kept, HeadActs<T
 
         // The maxima and the targets' logits stay; the logits themselves do not.
         size_t rows = std::min(chunk, N - n);
-        head_chunk_logits(ctx, a, lm_head, n, rows);
+        const T* norm = a.norm + n * ctx.shape.C; // (rows,C)
+        head_logits(ctx, a.logits, norm, lm_head, rows);
         head_chunk_loss(ctx, a, n, rows);
     }
     head_objective(ctx, a);
@@ -361,7 +357,7 @@ void head_loss_backward(Ctx<S>& ctx, LossSums* loss, const HeadActs<T>& a, const
         size_t rows = std::min(chunk, N - n);
         const T* norm = a.norm + n * s.C; // (rows,C)
         T* dnorm = a.dnorm + n * s.C;     // (rows,C) {+tp}
-        head_chunk_logits(ctx, a, lm_head, n, rows);
+        head_logits(ctx, a.logits, norm, lm_head, rows);
 
         // Turn logits into losses and their own gradient; in one kernel if the vocabulary is whole.
         const int* targets = ctx.batch.targets + n; // (rows)

@@ -322,10 +322,7 @@ void run_head_forward(Trainer<T, S>& t, const Action& a) {
             size_t rows = t.ctx.batch.B * kept;
             norm_last_rows(t.ctx, inp, w, acts, kept);
             T* logits = address<T>(t, {Kind::LOGITS, -1, a.micro});
-            const T* no_residual = nullptr;
-            linear_forward(logits, acts.norm, w.lm_head, bias_of(w.lm_head.bias), no_residual, rows,
-                           t.ctx.blas, t.ctx.where);
-            cap_logits(t.ctx, logits, rows);
+            head_logits(t.ctx, logits, acts.norm, w.lm_head, rows);
         }
     });
 }

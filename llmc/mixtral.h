@@ -43,7 +43,7 @@
 namespace llmc {
 
 // ----------------------------------------------------------------------------
-// the family
+// the family: what it does not name is Llama's
 
 // clang-format off
 // The weights of a second branch with experts. Families whose experts differ share them.
@@ -70,14 +70,7 @@ template <typename T> struct ExpertActs {
     T* dout_all;                                  // (N,C)      rows of all ranks, where R < N
 };
 
-struct Mixtral {
-    static constexpr const char* block_prefix = "model.layers.";
-    static constexpr const char* body_prefix = "";              // names begin with "model." already
-    static constexpr int widening_products = 2;                 // from C to F channels: gate, up
-
-    typedef Llama::Embedding Embedding;
-    typedef Llama::Head Head;
-
+struct Mixtral : Llama {
     struct Block : AttentionWeights, ExpertWeights {
         Weight choice_bias;                       // (E)        read by the choice, never trained
         // An ffn instead of the experts, or one for all tokens in addition; W channels.
@@ -178,8 +171,8 @@ void stack_parameters(ExpertWeights& w, const Shape& s, const ExpertNames& names
     row(w.up,     names.up,   {E * F, C}, normal, true,  columns, false);
     row(w.down,   names.down, {E * C, F}, small,  true,  rows,    false);
 }
-template <typename Row>
-void expert_parameters(Mixtral::Block& w, const Shape& s, Row row) {
+template <std::derived_from<Mixtral::Block> Block, typename Row>
+void expert_parameters(Block& w, const Shape& s, Row row) {
     stack_parameters(w, s, expert_names(s), row);
 }
 
@@ -624,12 +617,15 @@ void second_branch_backward_input(Ctx<S>& ctx, const T* dout, const Mixtral::Blo
     sum_behind_experts(ctx, a.dnorm_2, all);
 }
 
-// The gradients of the experts' matrices. The rows of slots are gathered again.
-template <typename T, typename S>
+// The gradients of the experts' matrices. The rows of slots are gathered again. outputs(dys) takes
+// those of the experts' outputs (M,C), before the inputs' take their place.
+template <typename T, typename S, typename F>
 void stacks_backward_weight(Ctx<S>& ctx, const T* douts, const T* x, // (ep,n,C) (n,C)
-                            const ExpertWeights& w, const ExpertActs<T>& a, bool accumulate) {
-    const T* dys = gather_slots(ctx, a.slots, douts); // (M,C)
+                            const ExpertWeights& w, const ExpertActs<T>& a, bool accumulate,
+                            F outputs) {
+    const T* dys = gather_slots(ctx, a.slots, douts);
     stack_backward_weight(ctx, w.down, dys, (const T*)a.swiglu, a.slots, accumulate);
+    outputs(dys);
 
     // Take the experts' inputs.
     const T* xs = gather_slots(ctx, a.slots, gather_tokens(ctx, x, a.ids)); // (M,C)
@@ -653,20 +649,22 @@ void second_branch_backward_weight(Ctx<S>& ctx, const T* dout, const Mixtral::Bl
     ffn_backward_weight(ctx, douts.all, x.all, w, a, accumulate);
 
     // Take the experts, then the router.
+    auto no_biases = [](const T*) {};
     if (learns)
-        stacks_backward_weight(ctx, finish_tokens(ctx, coming), x.routed, w, a, accumulate);
+        stacks_backward_weight(ctx, finish_tokens(ctx, coming), x.routed, w, a, accumulate,
+                               no_biases);
     linear_backward_weight(w.router, nullptr, a.dlogits, x.routed, routed_rows(ctx), accumulate,
                            ctx.blas, ctx.where);
     zero_choice_bias_gradient<T>(ctx, w.choice_bias, accumulate);
 }
 
 // ----------------------------------------------------------------------------
-// the block: its first branch is llama.h's
+// the block, whichever branches a family has: Deepseek's first is another (mla.h), gpt-oss's second
 
 // The forward pass of a block.
-template <typename T, typename S>
-void block_forward(Ctx<S>& ctx, T* out, const T* inp, const Mixtral::Block& w,
-                   const Mixtral::Acts<T>& a, T* cache) {
+template <typename T, typename S, std::derived_from<ExpertWeights> Block, typename Acts>
+void block_forward(Ctx<S>& ctx, T* out, const T* inp, const Block& w, const Acts& a,
+                   T* cache) {
     // Attend to earlier tokens.
     first_branch_forward(ctx, inp, w, a, cache);
 
@@ -675,16 +673,16 @@ void block_forward(Ctx<S>& ctx, T* out, const T* inp, const Mixtral::Block& w,
 }
 
 // Compute again what the level of recomputation dropped. The experts are those that F chose.
-template <typename T, typename S>
-void block_recompute(Ctx<S>& ctx, const T* inp, const Mixtral::Block& w, const Mixtral::Acts<T>& a,
+template <typename T, typename S, std::derived_from<ExpertWeights> Block, typename Acts>
+void block_recompute(Ctx<S>& ctx, const T* inp, const Block& w, const Acts& a,
                      Recompute level) {
     first_branch_recompute(ctx, inp, w, a, level);
 
     second_branch_recompute(ctx, w, a, level);
 }
 
-// Everything in backward but the gradients of weights. Deepseek's first branch is another (mla.h).
-template <typename T, typename S, std::derived_from<Mixtral::Block> Block, typename Acts>
+// Everything in backward but the gradients of weights.
+template <typename T, typename S, std::derived_from<ExpertWeights> Block, typename Acts>
 void block_backward_input(Ctx<S>& ctx, T* dinp, const T* dout, const T* inp, const Block& w,
                           const Acts& a) {
     // Go back through the second branch, which leaves the gradients that W needs.
@@ -697,7 +695,7 @@ void block_backward_input(Ctx<S>& ctx, T* dinp, const T* dout, const T* inp, con
 }
 
 // The gradients of weights, from what the input half has left.
-template <typename T, typename S, std::derived_from<Mixtral::Block> Block, typename Acts>
+template <typename T, typename S, std::derived_from<ExpertWeights> Block, typename Acts>
 void block_backward_weight(Ctx<S>& ctx, const T* dout, const Block& w, const Acts& a,
                            bool accumulate) {
     // Start with the experts' matrices and the router, then take the first branch.

@@ -50,11 +50,6 @@ namespace llmc {
 //   Cost: DC + DR elements a token and layer: 576 in DeepSeek-V3, whose heads would have 128 x 320.
 //         Scratch has 2 DC + DR + r elements for each head of the rows that one run reads.
 
-// Elements of scratch for `rows` rows. r is the rank of an adapter beside kv_b, or 0.
-inline size_t absorbed_elements(const Shape& s, size_t rows, size_t r) {
-    return rows * s.NH * (2 * s.latent.kv + s.rope.rotary + r);
-}
-
 // Whether queries look at tokens of earlier runs. If not, each sequence begins in this run, and
 // its own rows are all that it sees.
 template <typename S>
@@ -92,13 +87,6 @@ void store_latents(const Ctx<S>& ctx,
                      ctx.where);
     }
 }
-
-// The queries absorbed, and the means that attention makes of latents.
-template <typename T> struct AbsorbedRooms {
-    T* q;    // (N,NH,DC+DR)
-    T* mean; // (N,NH,DC)
-    T* room; // (N,NH,r) between an adapter's two products
-};
 
 // One product of some rows with a head's matrix: to latents for queries, from them for outputs.
 template <typename T, typename S>
@@ -164,50 +152,43 @@ void absorbed_attention(Ctx<S>& ctx,
     size_t heads = b.rows() * s.NH;
     size_t plain = s.HS - s.rope.rotary;
 
-    // Divide the scratch: absorbed queries, means of latents, room for an adapter.
-    T* base = static_cast<T*>(ctx.heads);
-    T* means = base + heads * width;
-    T* room = means + heads * DC;
-    AbsorbedRooms<T> rooms = {base, means, room};
+    // Divide the scratch: absorbed queries, attention's means of latents, and room between an
+    // adapter's two products.
+    T* queries = static_cast<T*>(ctx.heads); // (N,NH,DC+DR)
+    T* means = queries + heads * width;      // (N,NH,DC)
+    T* room = means + heads * DC;            // (N,NH,r)
 
     // Absorb W_k into the plain part of each query; the rotary part stands after it.
     rotate_forward<T>(ctx, {q, s.NH, s.NH * s.HS});
     const T* w = values_of<T>(kv_b, ctx.blas, ctx.where); // (NH,plain+HS_v,DC)
     size_t kv = plain + latent.HS_v;
     HeadMatrix<T> keys = {w, s.NH, kv, 0, plain, DC, s.HS, width};
-    absorb(ctx, true, rooms.q, q, keys, kv_b, rooms.room);
+    absorb(ctx, true, queries, q, keys, kv_b, room);
     size_t rope = s.rope.rotary * sizeof(T);
-    copy_rows(rooms.q + DC, width * sizeof(T), q + plain, s.HS * sizeof(T), rope, heads, ctx.where);
+    copy_rows(queries + DC, width * sizeof(T), q + plain, s.HS * sizeof(T), rope, heads, ctx.where);
 
     // Attend to the slots' first `seen` rows. The scale is that of the heads' own keys.
     size_t slot = b.capacity * width;
     T* first = cache + b.first_slot * slot;
     Keys<T> seen = {first, first, b.key_positions, b.seen, width, slot};
-    AttentionOperands<T> x = attention_operands(ctx, rooms.q, s.NH * width, seen);
+    AttentionOperands<T> x = attention_operands(ctx, queries, s.NH * width, seen);
     x.d.NKV = 1;
     x.d.HS = width;
     x.d.HS_v = DC;
     if (x.scale == 0)
         x.scale = 1 / std::sqrt(acc_t<T>(s.HS));
-    latent_attention_forward(rooms.mean, x, ctx.where);
+    latent_attention_forward(means, x, ctx.where);
 
     // Absorb W_v into the output.
     HeadMatrix<T> values = {w, s.NH, kv, plain, latent.HS_v, DC, latent.HS_v, DC};
-    absorb(ctx, false, attention, rooms.mean, values, kv_b, rooms.room);
+    absorb(ctx, false, attention, means, values, kv_b, room);
 }
 
 // ----------------------------------------------------------------------------
-// the family
+// the family: what it does not name is Mixtral's
 
 // clang-format off
-struct Deepseek {
-    static constexpr const char* block_prefix = "model.layers.";
-    static constexpr const char* body_prefix = "";              // names begin with "model." already
-    static constexpr int widening_products = 2;                 // from C to F channels: gate, up
-
-    typedef Llama::Embedding Embedding;
-    typedef Llama::Head Head;
-
+struct Deepseek : Mixtral {
     // q is q_proj, or q_b after a latent. Q = NH HS; DQ, DC: channels of the latents;
     // DR: rotary channels.
     struct Block : Mixtral::Block {
@@ -293,14 +274,6 @@ void block_parameters(Deepseek::Block& w, const Shape& s, Row row) {
     second_branch_parameters(w, s, "mlp.shared_experts.", row);
 }
 
-// The experts are Mixtral's.
-template <typename Row>
-void expert_parameters(Deepseek::Block& w, const Shape& s, Row row) {
-    // Call the overload for the base, which this name would otherwise hide.
-    Mixtral::Block& experts = w;
-    expert_parameters(experts, s, row);
-}
-
 // Latents have all N rows, under sequence parallelism too.
 template <typename T, typename S, typename Row>
 void block_activations(Deepseek::Acts<T>& a, const Shape& s, size_t N, S where, Row row) {
@@ -381,10 +354,11 @@ inline size_t latent_room(const Shape& s, size_t N) {
 }
 
 // Elements of all rooms. Generation uses the same memory for what it absorbs. r is the rank of an
-// adapter beside kv_b.
+// adapter beside kv_b, or 0.
 inline size_t latent_rooms(const Shape& s, size_t N, Mode mode, size_t r) {
     size_t rooms = (mode == Mode::TRAIN ? 6 : 3) * latent_room(s, N);
-    return mode == Mode::GENERATE ? std::max(rooms, absorbed_elements(s, N, r)) : rooms;
+    size_t absorbed = N * s.NH * (2 * s.latent.kv + s.rope.rotary + r);
+    return mode == Mode::GENERATE ? std::max(rooms, absorbed) : rooms;
 }
 
 // Point at the rooms. Evaluation touches only the first three.
@@ -508,17 +482,18 @@ void head_attention(Ctx<S>& ctx,
     copy_rows(a.attention, to, room.out, from, to, heads, ctx.where);
 }
 
-// The first branch: from the norm of the stream to the stream after attention.
+// The first branch: from the stream to the stream after attention.
 template <typename T, typename S>
-void latent_attention(Ctx<S>& ctx,
-                      const T* inp,
-                      const Deepseek::Block& w, // (R,C)
-                      const Deepseek::Acts<T>& a, T* cache) {
+void first_branch_forward(Ctx<S>& ctx,
+                          const T* inp,
+                          const Deepseek::Block& w, // (R,C)
+                          const Deepseek::Acts<T>& a, T* cache) {
     const Shape& s = ctx.shape;
     size_t N = ctx.batch.rows();
     const T* no_residual = nullptr;
 
     // Narrow the stream to the latents.
+    rmsnorm_forward(ctx, a.norm_1, a.norm_1_rstd, inp, w.norm_1);
     column_parallel_forward(ctx, {first_of_q(s, w, a.q_down, a.q), {a.kv_down, w.kv_a}},
                             static_cast<const T*>(a.norm_1));
     norm_latents(ctx, w, a);
@@ -532,6 +507,20 @@ void latent_attention(Ctx<S>& ctx,
     else
         head_attention(ctx, w, a);
     row_parallel_forward(ctx, a.middle, a.attention, w.o, w.o_bias, inp);
+}
+
+// Compute again what the level dropped. The norms are always computed again, the latents' too.
+template <typename T, typename S>
+void first_branch_recompute(Ctx<S>& ctx,
+                            const T* inp,
+                            const Deepseek::Block& w,
+                            const Deepseek::Acts<T>& a, Recompute level) {
+    // Attention rotates q in place only when it runs, so a q that was kept stays rotated.
+    T* no_cache = nullptr;
+    if (redoes_attn(level))
+        return first_branch_forward(ctx, inp, w, a, no_cache);
+    rmsnorm_forward(ctx, a.norm_1, a.norm_1_rstd, inp, w.norm_1);
+    norm_latents(ctx, w, a);
 }
 
 // Go back through attention, to dq, dkv and the rotary part of dkv_down.
@@ -612,37 +601,6 @@ void first_branch_backward_weight(Ctx<S>& ctx,
     if (latent.q)
         sums.ready.push_back(
             rmsnorm_parts(grad_of<T>(w.q_a_norm), a.q_latent_sums, N, latent.q, ctx.where));
-}
-
-// ----------------------------------------------------------------------------
-// the block: its second branch is mixtral.h's
-
-// The forward pass of a block.
-template <typename T, typename S>
-void block_forward(Ctx<S>& ctx,
-                   T* out, const T* inp,
-                   const Deepseek::Block& w,
-                   const Deepseek::Acts<T>& a, T* cache) {
-    // Attend to earlier tokens, then let the experts work on the result.
-    rmsnorm_forward(ctx, a.norm_1, a.norm_1_rstd, inp, w.norm_1);
-    latent_attention(ctx, inp, w, a, cache);
-    second_branch_forward(ctx, out, w, a);
-}
-
-// Compute again what the level dropped. The norms are always computed again, the latents' too.
-template <typename T, typename S>
-void block_recompute(Ctx<S>& ctx,
-                     const T* inp,
-                     const Deepseek::Block& w,
-                     const Deepseek::Acts<T>& a, Recompute level) {
-    // Attention rotates q in place only when it runs, so a q that was kept stays rotated.
-    T* no_cache = nullptr;
-    rmsnorm_forward(ctx, a.norm_1, a.norm_1_rstd, inp, w.norm_1);
-    if (redoes_attn(level))
-        latent_attention(ctx, inp, w, a, no_cache);
-    else
-        norm_latents(ctx, w, a);
-    second_branch_recompute(ctx, w, a, level);
 }
 
 } // namespace llmc

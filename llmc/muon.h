@@ -193,13 +193,6 @@ inline AdamW numbers_of_others(const Hyper& h, AdamW numbers, std::vector<Tensor
     return numbers;
 }
 
-// The start of the gradient that this rank updates of a bucket.
-template <typename T, typename S>
-acc_t<T>* updated_gradient(const Trainer<T, S>& t, int bucket) {
-    Range range = updated_range(t.layout, t.model, bucket);
-    return updated_part<acc_t<T>>(t, {Kind::GRAD, bucket}, range);
-}
-
 // NorMuon's second moments of a matrix, which this rank has parts of; null: the run has none.
 template <typename T, typename S>
 acc_t<T>* neurons_of(const Trainer<T, S>& t, const MuonMatrix& m) {
@@ -241,7 +234,8 @@ void exchange_parts(Trainer<T, S>& t, const std::vector<MuonMatrix>& round, acc_
         int bucket = t.model.parameters[size_t(m.parameter)].bucket;
         Layout owner = layout_at(t.layout, m.owner);
         MuonPart mine = muon_part(t.layout, t.model, m);
-        A* home = updated_gradient(t, bucket) + mine.at;
+        Range range = updated_range(t.layout, t.model, bucket);
+        A* home = updated_part<A>(t, {Kind::GRAD, bucket}, range) + mine.at;
         bool given = back || gives_part(t.layout, owner, t.model, m);
         A* v = back ? neurons_of(t, m) : nullptr;
         size_t lines = std::max(m.rows, m.cols);

@@ -32,7 +32,7 @@
 //   Contract: each stage adds its weight gradients in ascending micro-batch order, and the check
 //   enforces it. All schedules therefore have the same sums, bit for bit. Everything follows from
 //   the sizes, before the run.
-//   To copy: this file.
+//   To copy: this file and comm/text.h.
 #pragma once
 #include <algorithm>
 #include <array>
@@ -45,6 +45,7 @@
 #include <string>
 #include <tuple>
 #include <vector>
+#include "comm/text.h"
 
 namespace llmc {
 
@@ -56,6 +57,8 @@ struct Slot {
     SlotOp op;
     int micro;
     int stage; // 0 .. pp * chunks - 1
+
+    bool operator==(const Slot&) const = default;
 };
 
 typedef std::vector<Slot> Schedule; // one rank's, in order
@@ -64,24 +67,12 @@ enum class Pipeline { GPIPE, ONE_F_ONE_B, INTERLEAVED, ZERO_BUBBLE, GIVEN }; // 
 // Their names, as --pipeline has them.
 inline constexpr std::array PIPELINE_NAMES = {"gpipe", "1f1b", "interleaved", "zero-bubble"};
 
-inline bool operator==(const Slot& a, const Slot& b) {
-    return a.op == b.op && a.micro == b.micro && a.stage == b.stage;
-}
-
 // Whether a slot makes the gradient that the stage below waits for: B does, and so does I.
 inline bool is_backward(SlotOp op) { return op == SlotOp::B || op == SlotOp::I; }
 
 // Return a slot's text, "F0.1": the operation, the micro-batch, the stage.
 inline std::string name_of(const Slot& s) {
     return char(s.op) + std::to_string(s.micro) + "." + std::to_string(s.stage);
-}
-
-// Join parts, text and numbers, into one sentence.
-template <typename... Part>
-std::string fault_text(const Part&... part) {
-    std::ostringstream s;
-    (s << ... << part);
-    return s.str();
 }
 
 // ----------------------------------------------------------------------------
@@ -194,9 +185,9 @@ inline std::string read_schedule(std::istream& in, std::vector<Schedule>& all) {
             bool digits = word.find_first_not_of("0123456789.", 1) == std::string::npos;
             int n = sscanf(word.c_str(), "%c%6d.%6d%c", &op, &micro, &stage, &rest);
             if (n != 3 || !digits || std::string("FBIW").find(op) == std::string::npos)
-                return fault_text("line ", number, ": '", word,
-                                  "' is no slot: write a letter of FBIW, ",
-                                  "the micro-batch, a dot and the stage, like F0.1");
+                return concat("line ", number, ": '", word,
+                              "' is no slot: write a letter of FBIW, ",
+                              "the micro-batch, a dot and the stage, like F0.1");
             mine.push_back({SlotOp(op), micro, stage});
         }
 
@@ -416,10 +407,10 @@ inline std::string deadlock_in(const Steps& steps, const Waits& waits, const Tim
         Wait w = blocker(rank);
         size_t i = t.end[rank].size();
         const ScheduleStep& step = steps[rank][i];
-        text += fault_text(rank == first ? ": " : "; ", "rank ", rank, " in step ", i, " before ",
-                           step.has_slot ? name_of(step.slot) : "its end", " waits to ",
-                           w.what.send ? "send " : "receive ", name_of(w.what),
-                           w.what.send ? " to rank " : " from rank ", w.rank);
+        text += concat(rank == first ? ": " : "; ", "rank ", rank, " in step ", i, " before ",
+                       step.has_slot ? name_of(step.slot) : "its end", " waits to ",
+                       w.what.send ? "send " : "receive ", name_of(w.what),
+                       w.what.send ? " to rank " : " from rank ", w.rank);
         rank = w.rank;
     } while (rank != first);
     return text;
@@ -465,11 +456,11 @@ inline std::string pair_transfers(const Steps& steps, Waits& waits) {
             // Compare the two ends.
             bool both = k < sent.size() && k < received.size();
             if (!both || key_of(sent[k].what) != key_of(received[k].what))
-                return fault_text("message ", k, " from rank ", from, " to rank ", to, ": ",
-                                  k < sent.size() ? name_of(sent[k].what) : "nothing",
-                                  " is sent, ",
-                                  k < received.size() ? name_of(received[k].what) : "nothing",
-                                  " is received");
+                return concat("message ", k, " from rank ", from, " to rank ", to, ": ",
+                              k < sent.size() ? name_of(sent[k].what) : "nothing",
+                              " is sent, ",
+                              k < received.size() ? name_of(received[k].what) : "nothing",
+                              " is received");
 
             // Make each end wait for the other. A first step has none before it to wait for.
             int i = sent[k].step;
@@ -554,7 +545,7 @@ inline std::string check_arrivals(const std::vector<ScheduleStep>& steps, int ra
     for (size_t i = 0; i < steps.size(); i++) {
         const Slot& slot = steps[i].slot;
         auto fault = [&](const auto&... what) {
-            return fault_text("rank ", rank, " in step ", i, ": ", what...);
+            return concat("rank ", rank, " in step ", i, ": ", what...);
         };
 
         // Check the group first: sends take messages that are here, receives bring more.
@@ -595,7 +586,7 @@ inline std::string check_slots(const Schedule& mine, int rank, int pp, int chunk
     for (size_t i = 0; i < mine.size(); i++) {
         auto [op, micro, stage] = mine[i];
         auto fault = [&](const auto&... what) {
-            return fault_text("rank ", rank, ", slot ", i, ", ", name_of(mine[i]), ": ", what...);
+            return concat("rank ", rank, ", slot ", i, ", ", name_of(mine[i]), ": ", what...);
         };
 
         // The slot must exist and belong to this rank.
@@ -626,7 +617,7 @@ inline std::string check_slots(const Schedule& mine, int rank, int pp, int chunk
             int state = done[c][m];
             if (state == ALL) continue;
             SlotOp lacks = !(state & F) ? SlotOp::F : !(state & I) ? SlotOp::B : SlotOp::W;
-            return fault_text("rank ", rank, " lacks ", name_of(Slot{lacks, m, c * pp + rank}));
+            return concat("rank ", rank, " lacks ", name_of(Slot{lacks, m, c * pp + rank}));
         }
     return "";
 }
@@ -637,7 +628,7 @@ inline std::string check_schedule(const std::vector<Schedule>& all, int pp, int 
                                   int micro_batches) {
     // 1. Each rank by itself.
     if (int(all.size()) != pp)
-        return fault_text(all.size(), " schedules for ", pp, " ranks");
+        return concat(all.size(), " schedules for ", pp, " ranks");
     for (int r = 0; r < pp; r++) {
         std::string fault = check_slots(all[r], r, pp, chunks, micro_batches);
         if (!fault.empty()) return fault;

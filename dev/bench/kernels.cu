@@ -633,6 +633,7 @@ static void fp8() {
 
     fp8_layer("block", Fp8::BLOCK, up, {});
     fp8_layer("mx", Fp8::MX, up, {});
+    fp8_layer("nvfp4", Fp8::NVFP4, up, {});
     fp8_layer("tensor", Fp8::TENSOR, up, {});
     fp8_layer("delayed", Fp8::DELAYED, up, late);
 }

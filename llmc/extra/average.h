@@ -62,7 +62,7 @@ inline std::string list_models(std::string name, std::vector<AveragedModel>* mod
 
     // A run stands for all of its checkpoints, the oldest first.
     std::vector<int64_t> steps = checkpoint_steps(name);
-    std::sort(steps.begin(), steps.end());
+    std::ranges::sort(steps);
     for (int64_t step : steps)
         models->push_back({name, step});
     if (!steps.empty()) return "";
@@ -111,11 +111,9 @@ inline std::string check_average(const Config& c) {
 // Refuse a checkpoint of adapters: products of means are not the mean of products.
 inline std::string check_whole_model(const std::string& checkpoint) {
     Json manifest;
-    std::string wrong = read_manifest(checkpoint, &manifest);
-    if (!wrong.empty() || !manifest.contains("config"))
-        return wrong;
+    LLMC_TRY(read_manifest(checkpoint, &manifest));
     Config of_run;
-    adopt_flags(of_run, manifest["config"]);
+    adopt_flags(of_run, manifest.value("config", Json()));
     if (!has_adapters(of_run)) return "";
     return concat(checkpoint, " has adapters alone, whose mean is no mean of "
                   "models: --merge and --export each with tune_gpt, and give the folders");
@@ -130,15 +128,14 @@ inline void choose_average(Run& run) {
     c.given.insert("precision"); // the checkpoint's own would round each model before the sum
 
     // A checkpoint's manifest has its run's flags. A folder is the model itself.
-    Json manifest = {{"config", Json::object()}};
     if (first.step < 0) {
         c.model = first.path;
     } else {
+        Json manifest;
         or_die(check_whole_model(first.folder()));
         or_die(read_manifest(first.folder(), &manifest));
+        adopt_flags(c, manifest.value("config", Json()));
     }
-    if (manifest.contains("config"))
-        adopt_flags(c, manifest["config"]);
     c.weights = "float";
 }
 

@@ -15,9 +15,7 @@
 #include "../io/tensor_source.h"
 #include "../model.h"
 #include "../ops/nf4.cuh"
-#include "../ops/rope.cuh"
 #include "../ops/types.h"
-#include "../action.h"
 #include "../optimizer.h"
 #include "../quantised.h"
 #include "../comm/text.h"
@@ -163,13 +161,7 @@ inline std::string read_prequantised(const FindTensor& find, const SafeTensor& t
     // Read by the format of the codes: int8 or NF4.
     std::vector<float> absmax;
     bool bytes = t.dtype == "I8";
-    std::string wrong;
-    if (bytes) {
-        wrong = read_int8(find, t, p, m);
-    } else {
-        wrong = read_nf4(find, t, p, m, &absmax);
-    }
-    if (!wrong.empty()) return wrong;
+    LLMC_TRY(bytes ? read_int8(find, t, p, m) : read_nf4(find, t, p, m, &absmax));
 
     // Note whether all absmaxes are finite: a bad one spoils its block, and the weights'
     // check must find it.

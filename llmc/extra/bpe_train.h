@@ -232,7 +232,7 @@ inline std::string named_pattern(const std::string& name) {
 // Make a tokenizer of special tokens and bytes. The first special token ends a text.
 inline std::string begin_tokenizer(Tokenizer* t, const Config& c) {
     t->kind = TokenizerKind::BPE;
-    std::string wrong = add_pattern(t, named_pattern(c.pattern));
+    LLMC_TRY(add_pattern(t, named_pattern(c.pattern)));
     std::string list = c.add_tokens.empty() ? "<|endoftext|>" : c.add_tokens;
     for (const std::string& text : texts_between_commas(list)) {
         // Refuse a text that is one word, which merges could make too, and one that is named twice.
@@ -256,13 +256,12 @@ inline std::string begin_tokenizer(Tokenizer* t, const Config& c) {
         set_word_piece(t, int(t->pieces.size()) - 1);
     }
     t->vocab_size = int(t->pieces.size());
-    if (wrong.empty()) wrong = set_bytes(t);
-    if (wrong.empty()) wrong = not_json(*t);
-    if (wrong.empty() && size_t(c.train_tokenizer) < t->pieces.size())
-        wrong = concat("--train-tokenizer ", c.train_tokenizer, ": 256 bytes and ",
-                       t->special.size(), " special tokens are more: give at least ",
-                       t->pieces.size());
-    return wrong;
+    LLMC_TRY(set_bytes(t));
+    LLMC_TRY(not_json(*t));
+    if (size_t(c.train_tokenizer) >= t->pieces.size())
+        return "";
+    return concat("--train-tokenizer ", c.train_tokenizer, ": 256 bytes and ", t->special.size(),
+                  " special tokens are more: give at least ", t->pieces.size());
 }
 
 // Encode bytes in base64: three bytes are four digits, and = fills up.

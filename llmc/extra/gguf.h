@@ -171,16 +171,14 @@ inline std::string gguf_architecture(const Shape& s) {
 // Check at the start of a run that a shape can be written. Returns "" or the reason why not.
 inline std::string gguf_check(const Shape& s, const std::string& path) {
     std::string flag = "--export " + path;
-    std::string wrong = check_export_file(path);
-    if (!wrong.empty()) return wrong;
+    LLMC_TRY(check_export_file(path));
 
     // Refuse architectures that are not built, and shapes that Hugging Face's class of the model
     // cannot describe either.
     if (gguf_architecture(s).empty())
         return flag + ": GGUF is built for GPT-2, Llama, Mistral, Qwen2 and Qwen3, not for " +
                s.hf_type + ": export a folder, and convert it with llama.cpp's own script";
-    wrong = hf_refusal(s);
-    if (!wrong.empty()) return wrong;
+    LLMC_TRY(hf_refusal(s));
 
     // llama.cpp's qwen2 has heads as wide as the channels together, and its qwen3 has no biases.
     std::string a = gguf_architecture(s);
@@ -346,9 +344,9 @@ inline std::vector<int32_t> gguf_token_types(const Tokenizer& t,
 }
 
 // Add a token that config.json names; of a list, the first.
-inline void add_gguf_id(GgufKeys* k, const std::string& key, nlohmann::ordered_json id) {
+inline void add_gguf_id(GgufKeys* k, const std::string& key, OrderedJson id) {
     if (id.is_array() && !id.empty())
-        id = nlohmann::ordered_json(id[0]);
+        id = OrderedJson(id[0]);
     if (id.is_number_unsigned() || (id.is_number_integer() && id.get<int64_t>() >= 0))
         gguf_add(k, "tokenizer.ggml." + key, id.get<uint32_t>());
 }
@@ -376,9 +374,9 @@ inline void add_gguf_tokenizer(GgufKeys* k, const Tokenizer* t, const ExportToke
     gguf_add(k, "tokenizer.ggml.tokens", texts);
 
     // Add the tokens with a meaning, and what stands before a text.
-    nlohmann::ordered_json j = hf_config_json(s, Type::F32, e);
+    OrderedJson j = hf_config_json(s, Type::F32, e);
     add_gguf_id(k, "bos_token_id", j["bos_token_id"]);
-    add_gguf_id(k, "eos_token_id", e.eos < 0 ? j["eos_token_id"] : nlohmann::ordered_json(e.eos));
+    add_gguf_id(k, "eos_token_id", e.eos < 0 ? j["eos_token_id"] : OrderedJson(e.eos));
     if (t->unknown >= 0)
         gguf_add(k, "tokenizer.ggml.unknown_token_id", uint32_t(t->unknown));
     gguf_add(k, "tokenizer.ggml.add_bos_token", t->bos >= 0);

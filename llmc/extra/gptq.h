@@ -21,7 +21,6 @@
 #include "../model.h"
 #include "../ops/nf4.cuh"
 #include "../ops/types.h"
-#include "../action.h"
 #include "../optimizer.h"
 #include "../quantised.h"
 #include "../comm/text.h"
@@ -175,22 +174,19 @@ inline std::string read_packed_parts(const FindTensor& find, const SafeTensor& t
     // Read the groups, then which group each input has.
     size_t group = f.group ? f.group : m->cols;
     m->groups = ceil_div(m->cols, group);
-    std::string wrong = read_packed_groups(find, t, f, m);
+    LLMC_TRY(read_packed_groups(find, t, f, m));
     for (size_t c = 0; c < m->cols; c++)
         m->of_col.push_back(uint32_t(c / group));
 
     // An index replaces the order of the groups.
     std::string index = packed_part(t.name, "g_idx");
-    if (wrong.empty() && !f.awq && find(index))
-        wrong = packed_words(find, index, {m->cols}, &m->of_col);
+    if (!f.awq && find(index))
+        LLMC_TRY(packed_words(find, index, {m->cols}, &m->of_col));
 
     // A group that does not exist would be read beyond the scales.
-    bool inside = std::all_of(m->of_col.begin(), m->of_col.end(),
-                              [&](uint32_t g) { return g < m->groups; });
-    if (wrong.empty() && !inside)
-        wrong = concat("tensor ", index, " names a group beyond ", m->groups - 1,
-                       ": quantise the model again");
-    return wrong;
+    bool inside = std::ranges::all_of(m->of_col, [&](uint32_t g) { return g < m->groups; });
+    return inside ? "" : concat("tensor ", index, " names a group beyond ", m->groups - 1,
+                                ": quantise the model again");
 }
 
 // Expand a matrix to the values (rows,cols) of its codes.
@@ -209,7 +205,7 @@ inline std::vector<float> expand_packed(const PackedMatrix& m) {
 // Whether nf4.cuh can hold the matrix as it is: all inputs of one of its groups have one scale,
 // and 8 is the code of 0.
 inline bool fits_int4(const PackedMatrix& m) {
-    bool fits = std::all_of(m.zeros.begin(), m.zeros.end(), [](int z) { return z == INT4_ZERO; });
+    bool fits = std::ranges::all_of(m.zeros, [](int z) { return z == INT4_ZERO; });
     for (size_t c = 0; c < m.cols; c++)
         fits = fits && m.of_col[c] == m.of_col[c - c % INT4_GROUP];
     return fits;
@@ -243,7 +239,7 @@ inline std::string check_packed_bias(const FindTensor& find, const SafeTensor& t
         return "";
     std::vector<float> x(bias->elements());
     tensor_to_float(x.data(), *bias, 0, x.size());
-    bool zeros = std::all_of(x.begin(), x.end(), [](float v) { return v == 0; });
+    bool zeros = std::ranges::all_of(x, [](float v) { return v == 0; });
     return zeros ? "" : "tensor " + bias->name + " is a bias that this model has not: config.json "
                         "is another model's";
 }
@@ -293,8 +289,7 @@ inline std::string open_packed(SourceFolder& f, TensorSource* source) {
         std::string wrong = read_packed(find, codes, p, format, wanted, &to->codes, &to->floats);
         std::string bias = packed_part(p.name, "bias");
         const std::vector<Parameter>& all = f.model->parameters;
-        bool has_bias = std::any_of(all.begin(), all.end(),
-                                    [&](const Parameter& other) { return other.name == bias; });
+        bool has_bias = std::ranges::find(all, bias, &Parameter::name) != all.end();
         return wrong.empty() && !has_bias ? check_packed_bias(find, codes) : wrong;
     };
     wrap_codes(f, source, d);

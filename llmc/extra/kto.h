@@ -19,7 +19,6 @@
 #pragma once
 #include <algorithm>
 #include <utility>
-#include "../comm/comm.h"
 #include "../context.h"
 #include "../io/chat.h"
 #include "../io/dataloader.h"
@@ -116,33 +115,29 @@ inline bool asks_the_same(const AnsweredQuestion& a, const AnsweredQuestion& b) 
 }
 
 // The nearest answer before question i that belongs to another question; null: there is none.
-inline const std::vector<int>* answer_to_another(const std::vector<AnsweredQuestion>& before,
-                                                 const std::vector<AnsweredQuestion>& own,
+inline const std::vector<int>* answer_to_another(const std::vector<AnsweredQuestion>& all,
                                                  size_t i) {
     for (size_t k = i; k-- > 0;)
-        if (!asks_the_same(own[k], own[i]))
-            return &own[k].answer;
-    for (size_t k = before.size(); k-- > 0;)
-        if (!asks_the_same(before[k], own[i]))
-            return &before[k].answer;
+        if (!asks_the_same(all[k], all[i]))
+            return &all[k].answer;
     return nullptr;
 }
 
-// Make a window's tokens and targets (T) mismatched. `before` holds the questions of the window
+// Make a window's tokens and targets (T) mismatched. `all` holds the questions of the window
 // before. A question is left out where no other question came before it, and answers that do not
 // fit lose their end. Returns how many questions have an answer.
-inline size_t mismatched_window(const std::vector<AnsweredQuestion>& before, int* tokens,
-                                int* targets, size_t T, int padding) {
-    // Give each question the answer to another one.
-    std::vector<AnsweredQuestion> own = questions_of(tokens, targets, T);
+inline size_t mismatched_window(std::vector<AnsweredQuestion> all, int* tokens, int* targets,
+                                size_t T, int padding) {
+    // Give each question of this window the answer to another one.
+    size_t own = all.size(); // the first of them
+    for (AnsweredQuestion& q : questions_of(tokens, targets, T))
+        all.push_back(std::move(q));
     std::vector<int> marked;
-    for (size_t i = 0; i < own.size(); i++) {
-        const std::vector<int>* other = answer_to_another(before, own, i);
+    for (size_t i = own; i < all.size(); i++) {
+        const std::vector<int>* other = answer_to_another(all, i);
         if (!other) continue;
-        for (int token : own[i].question)
-            marked.push_back(token);
-        for (int token : *other)
-            marked.push_back(token);
+        marked.insert(marked.end(), all[i].question.begin(), all[i].question.end());
+        marked.insert(marked.end(), other->begin(), other->end());
     }
     if (marked.size() < T)
         marked.push_back(padding | BEGINS);

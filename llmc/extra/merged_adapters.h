@@ -21,7 +21,6 @@
 #include "../io/safetensors.h"
 #include "../io/tensor_source.h"
 #include "../model.h"
-#include "../action.h"
 #include "../comm/text.h"
 #include "../optimizer.h"
 #include "../tune/adapter_files.h"
@@ -105,7 +104,7 @@ inline std::string find_dora(const Model& base, const Json& j, const std::string
 inline std::string check_feedforward(const Json& names, const std::string& config,
                                      const std::set<std::string>& modules) {
     for (const std::string name : names) {
-        bool any = std::any_of(modules.begin(), modules.end(), [&](const std::string& module) {
+        bool any = std::ranges::any_of(modules, [&](const std::string& module) {
             return targets_module(name, module);
         });
         if (!any)

@@ -16,7 +16,6 @@
 #include "../io/safetensors.h"
 #include "../io/tensor_source.h"
 #include "../model.h"
-#include "../action.h"
 #include "../comm/text.h"
 #include "../optimizer.h"
 

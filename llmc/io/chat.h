@@ -56,11 +56,10 @@ inline std::string check_conversation(const Conversation& messages, bool answere
     }
 
     // Check who speaks last.
-    bool asked = !messages.empty() && messages.back().role == "user";
-    bool ends_answered = !messages.empty() && messages.back().role == "assistant";
-    if (answered && !ends_answered)
+    std::string last = messages.empty() ? "" : messages.back().role;
+    if (answered && last != "assistant")
         return "ends without an answer: add a message of role assistant, or leave it out";
-    return answered || asked ? "" : "has no question: the last message must be the user's";
+    return answered || last == "user" ? "" : "has no question: the last message must be the user's";
 }
 
 // ----------------------------------------------------------------------------

@@ -72,7 +72,7 @@ inline const std::string& cpu_name() {
     static const std::string name = [] {
         std::ifstream in("/proc/cpuinfo");
         for (std::string line; std::getline(in, line);)
-            if (line.rfind("model name", 0) == 0)
+            if (line.starts_with("model name"))
                 return line.substr(std::min(line.find(':') + 2, line.size()));
         return std::string("unknown");
     }();
@@ -466,23 +466,18 @@ std::string save_in_place(const Trainer<T, S>& t, Save& save) {
     });
 }
 
-// The manifest's entries for the files of all ranks. All ranks call.
-inline Json files_of_all(const Comm& world, const RankFile& mine) {
-    Json files;
-    // A rank that owns nothing has no file, and sends an empty text.
-    std::string own = mine.owned.empty() ? "" : mine.entry.dump();
-    for (const std::string& text : gather_texts(world, own))
-        if (!text.empty()) files.push_back(Json::parse(text));
-    return files;
-}
-
 // The result of step 3 of a save, the same on all ranks.
 struct Written {
     std::string wrong;    // the error of the first rank that has one
-    Json files;           // the manifest's entries
+    Json files = {};      // the manifest's entries
 };
 inline Written exchange_written(const Comm& world, const Save& save, const std::string& wrong) {
-    return {first_error(world, wrong), files_of_all(world, save.file)};
+    Written all = {first_error(world, wrong)};
+    // A rank that owns nothing has no file, and sends an empty text.
+    std::string own = save.file.owned.empty() ? "" : save.file.entry.dump();
+    for (const std::string& text : gather_texts(world, own))
+        if (!text.empty()) all.files.push_back(Json::parse(text));
+    return all;
 }
 
 // Steps 4 and 5 of a save, by the first rank alone. It sends no message, so a thread may run it.

@@ -118,15 +118,14 @@ inline std::string check_adapters(const Model& model, const Json& manifest,
         if (is_adapter(model, p))
             own.insert(p.name);
 
-    // Leave a checkpoint or a run without any to the checks of their tensors.
-    bool both = !saved.empty() && !own.empty();
-    if (!both || saved == own) return "";
+    // Find those that only one of them has. Leave a checkpoint or a run without any to the checks
+    // of their tensors.
+    std::vector<std::string> either;
+    std::ranges::set_symmetric_difference(saved, own, std::back_inserter(either));
+    if (saved.empty() || own.empty() || either.empty()) return "";
 
-    // Name the first one that only one of them has.
-    std::set<std::string> either;
-    std::set_symmetric_difference(saved.begin(), saved.end(), own.begin(), own.end(),
-                                  std::inserter(either, either.end()));
-    std::string name = *either.begin();
+    // Name the first one.
+    std::string name = either[0];
     bool lost = saved.count(name);
     const char* where = lost ? " is in it, and not in this run" : " is in this run, and not in it";
     return concat(folder, ": ", name, where,
@@ -497,8 +496,7 @@ void take_counters(Trainer<T, S>& t, CheckpointInfo* info, const Json& m) {
     info->step = m["step"].get<int64_t>();
     info->cursor = m["cursor"].get<uint64_t>();
     info->seed = m["seed"].get<uint64_t>();
-    info->config = m.value("config", Json());
-    if (!info->config.is_object()) info->config = Json::object();
+    info->config = m.value("config", Json::object());
     info->rollouts = m.value("rollouts", Json());
     info->data = m.value("data", Json());
     if (!info->data.is_object()) info->data = Json::object();

@@ -314,9 +314,9 @@ inline const std::vector<Flag>& config_table() {
          "stay float"},
 
         {"", &C::help, "train kept", "Numbers of a step"},
-        {"fp8", &C::fp8, "none|block|tensor|delayed|mx",
+        {"fp8", &C::fp8, "none|block|tensor|delayed|mx|nvfp4",
          "FP8 matmuls in the blocks: scales per 128-element block, per tensor, delayed (amax "
-         "history), or MXFP8 (per 32, Blackwell); bf16 only"},
+         "history), MXFP8 (per 32, Blackwell), or 4 bits, NVFP4; bf16 only"},
         {"loss-scale", &C::loss_scale, "", "fp16 loss scale: dynamic, or a constant power of two"},
         {"gradients", &C::gradients, "float|bf16|fp8",
          "type in which data-parallel ranks reduce gradients: float; bf16, half the bytes; fp8, "
@@ -670,11 +670,8 @@ inline std::string field_text(const Config& c, const Field& f) {
                 return v;
             else if constexpr (std::is_same_v<decltype(v), const bool&>)
                 return std::string(v ? "true" : "false");
-            else {
-                std::ostringstream s;
-                s << v;
-                return s.str();
-            }
+            else
+                return concat(v);
         },
         f);
 }
@@ -806,13 +803,11 @@ inline const Flag& flag_of(const Field& field) {
 // The value of a flag with words: they stand in its row in the order of the enumeration.
 template <typename E> E choice_of(const Config& c, const Field& field) {
     std::string word = field_text(c, field);
-    std::string_view words = flag_of(field).accepts;
-    for (int i = 0; !words.empty(); i++) {
-        size_t end = std::min(words.find('|'), words.size());
-        if (words.substr(0, end) == word)
+    std::istringstream words(flag_of(field).accepts);
+    std::string choice;
+    for (int i = 0; std::getline(words, choice, '|'); i++)
+        if (choice == word)
             return E(i);
-        words.remove_prefix(std::min(end + 1, words.size()));
-    }
     return E(0);
 }
 

@@ -966,6 +966,7 @@ inline std::vector<std::string> config_notes(const Config& c) {
 
     // Note numbers that fit their own ranges but not each other.
     size_t block = c.fp8 == "block" ? FP8_BLOCK : c.fp8 == "mx" ? MX_BLOCK : 1;
+    if (c.fp8 == "nvfp4") block = NVFP4_BLOCK;
     if (c.seq % block)
         notes.push_back(concat("--fp8 ", c.fp8, ": blocks of ", block, " tokens hold several ",
                                "sequences: --seq ", c.seq, " lets --micro-batch change results"));

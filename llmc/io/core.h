@@ -102,7 +102,7 @@ inline std::vector<size_t> python_sample(size_t n, size_t k, uint32_t seed) {
     // Into a set: one that is there is drawn again.
     while (drawn.size() < k) {
         size_t x = python_below(random, n);
-        if (std::find(drawn.begin(), drawn.end(), x) == drawn.end())
+        if (std::ranges::find(drawn, x) == drawn.end())
             drawn.push_back(x);
     }
     return drawn;
@@ -125,7 +125,7 @@ inline std::string core_line(const std::string& line, size_t number, std::vector
         "label",         "dataset_uri",            "num_fewshot",
         "icl_task_type", "continuation_delimiter", "has_categories"};
     std::string key = line.substr(2, line.find(": ") - 2);
-    if (std::find(keys.begin(), keys.end(), key) == keys.end())
+    if (std::ranges::find(keys, key) == keys.end())
         return "is no key of a task: " + in_quotes(key);
     if (tasks->back().contains(key))
         return key + " is there twice";
@@ -150,14 +150,10 @@ inline std::string read_guess(const std::string& path, const std::string& label,
     size_t task = 0;
     size_t baseline = 0;
     for (const std::string& line : lines) {
-        std::vector<std::string> cells;
-        std::istringstream in(line);
-        for (std::string cell; std::getline(in, cell, ',');) {
-            if (cell == "Eval Task")
-                task = cells.size();
-            if (cell == "Random baseline")
-                baseline = cells.size();
-            cells.push_back(cell);
+        std::vector<std::string> cells = texts_between_commas(line);
+        for (size_t i = 0; i < cells.size(); i++) {
+            if (cells[i] == "Eval Task") task = i;
+            if (cells[i] == "Random baseline") baseline = i;
         }
 
         // A guess that is always right would leave nothing to centre.
@@ -288,11 +284,10 @@ inline std::string read_core_task(Evaluation* e, const std::string& folder, cons
 
     // Read the items, in the order of the shuffled lines.
     std::vector<std::string> lines;
-    wrong = read_guess(folder + "/eval_meta_data.csv", task.name, &task.guess);
-    if (wrong.empty())
-        wrong = read_lines(path, &lines);
-    if (wrong.empty() && lines.size() <= size_t(task.shots))
-        wrong = concat(path, ": has ", lines.size(), " items, too few for ", task.shots, " shots");
+    LLMC_TRY(read_guess(folder + "/eval_meta_data.csv", task.name, &task.guess));
+    LLMC_TRY(read_lines(path, &lines));
+    if (lines.size() <= size_t(task.shots))
+        return concat(path, ": has ", lines.size(), " items, too few for ", task.shots, " shots");
     std::vector<size_t> order(lines.size());
     std::iota(order.begin(), order.end(), size_t(0));
     python_shuffle(&order, 1337);
@@ -326,29 +321,28 @@ inline std::string read_core(Evaluation* e, const std::string& folder, const Tok
     std::vector<Json> tasks;
     std::vector<std::string> lines;
     std::string path = folder + "/core.yaml";
-    std::string wrong = read_lines(path, &lines);
+    LLMC_TRY(read_lines(path, &lines));
     bool begun = false;
-    for (size_t i = 0; i < lines.size() && wrong.empty(); i++) {
+    for (size_t i = 0; i < lines.size(); i++) {
         // Take off the comment, which follows a space.
         size_t comment = lines[i].find(" #", lines[i].rfind('"') + 1);
         std::string line(strip_right(lines[i].substr(0, comment)));
         if (line.empty() || trimmed(line).starts_with('#'))
             continue;
+        std::string wrong;
         if (begun)
             wrong = core_line(line, i + 1, &tasks);
         else if (line != "icl_tasks:")
             wrong = "wants icl_tasks:, not " + in_quotes(line);
         begun = true;
         if (!wrong.empty())
-            wrong = concat(path, ":", i + 1, ": ", wrong);
+            return concat(path, ":", i + 1, ": ", wrong);
     }
 
     // Read the tasks.
-    if (wrong.empty() && tasks.empty())
-        wrong = path + ": has no tasks";
-    for (size_t i = 0; i < tasks.size() && wrong.empty(); i++)
-        wrong = read_core_task(e, folder, tasks[i], tokenizer, P);
-    return wrong;
+    for (const Json& task : tasks)
+        LLMC_TRY(read_core_task(e, folder, task, tokenizer, P));
+    return tasks.empty() ? path + ": has no tasks" : "";
 }
 
 // ----------------------------------------------------------------------------

@@ -102,7 +102,7 @@ typedef std::function<std::string(LineSource*)> OpenSource;
 // Whether any file is text, which this run has tokenized itself.
 inline bool has_text(const DataLoader& d) {
     auto text = [](const DataFile& f) { return f.encoded || f.width == 1; };
-    return std::any_of(d.files.begin(), d.files.end(), text);
+    return std::ranges::any_of(d.files, text);
 }
 
 // ----------------------------------------------------------------------------
@@ -631,10 +631,8 @@ inline uint64_t window_of(const DataLoader& d, uint64_t sample) {
 // Fill tokens and targets, both (T), of a window.
 inline std::string read_window(const DataLoader& d, uint64_t window, int* tokens, int* targets) {
     // Find the file that holds the window.
-    auto ends_after = [](uint64_t w, const DataFile& f) {
-        return w < f.windows_before + f.windows;
-    };
-    const DataFile& f = *std::upper_bound(d.files.begin(), d.files.end(), window, ends_after);
+    auto end_of = [](const DataFile& f) { return f.windows_before + f.windows; };
+    const DataFile& f = *std::ranges::upper_bound(d.files, window, {}, end_of);
     size_t row = window - f.windows_before, at = row * d.T;
     const size_t* document = f.rows ? &f.rows->documents[f.rows->first[row]] : nullptr;
 

@@ -236,7 +236,7 @@ inline Texts arc_texts(const Json& j, std::string* wrong) {
     // Find the right one by its label: some files label the choices A to D, others 1 to 4.
     std::string question = text_in(holder, ai2 ? "stem" : "question", wrong);
     std::string key = text_in(j, "answerKey", wrong);
-    auto right = std::find(labels.begin(), labels.end(), key);
+    auto right = std::ranges::find(labels, key);
     if (wrong->empty() && (texts.size() != labels.size() || right == labels.end()))
         *wrong = concat("answerKey '", key, "' is none of the labels of the ", texts.size(),
                         " choices");
@@ -356,17 +356,11 @@ inline std::string add_question(Evaluation* e, Task* task, const Texts& q, const
 // ----------------------------------------------------------------------------
 // files
 
-// Read a file's lines, which may end in CR LF.
+// Read a file's lines.
 inline std::string read_lines(const std::string& path, std::vector<std::string>* lines) {
     std::string text;
     LLMC_TRY(read_whole_file(path, &text));
-    // A last line without its newline counts as well.
-    std::istringstream in(text);
-    for (std::string line; std::getline(in, line);) {
-        if (line.ends_with('\r'))
-            line.pop_back();
-        lines->push_back(line);
-    }
+    *lines = lines_of(text);
     return lines->empty() ? path + ": is empty" : "";
 }
 
@@ -440,7 +434,6 @@ inline std::string read_task(Evaluation* e, const TaskKind& kind, const std::str
 struct Mean {
     double mean = 0, error = 0; // standard error; NaN for a single value
 };
-// The mean and its standard error.
 inline Mean mean_of(const std::vector<double>& x) {
     // Take two passes: a sum of squared differences does not cancel, a difference of squares would.
     double n = double(x.size());

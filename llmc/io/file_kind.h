@@ -68,14 +68,10 @@ inline std::string prepare_command(const std::string& path, const std::string& t
 
 // The kind of a file by its first bytes, in the words of a message, or "" if it is unknown.
 inline std::string kind_by_bytes(std::string_view head) {
-    struct Magic {
-        std::string_view bytes;
-        const char* kind;
-    };
     using namespace std::string_view_literals;
 
     // UTF-32's mark begins with UTF-16's, so it comes first.
-    static const Magic known[] = {
+    static const std::pair<std::string_view, const char*> known[] = {
         {"\x1f\x8b"sv, "compressed (gzip)"},
         {"\x28\xb5\x2f\xfd"sv, "compressed (zstd)"},
         {"BZh"sv, "compressed (bzip2)"},
@@ -93,8 +89,8 @@ inline std::string kind_by_bytes(std::string_view head) {
         {"\xfe\xff"sv, "text in UTF-16"},
     };
 
-    for (const Magic& m : known)
-        if (head.starts_with(m.bytes)) return m.kind;
+    for (auto [bytes, kind] : known)
+        if (head.starts_with(bytes)) return kind;
     return "";
 }
 

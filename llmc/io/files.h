@@ -22,6 +22,7 @@
 #include <fstream>
 #include <map>
 #include <mutex>
+#include <sstream>
 #include <string>
 #include <vector>
 #include <nlohmann/json.hpp>
@@ -226,6 +227,18 @@ inline std::string read_whole_file(const std::string& path, std::string* bytes) 
     return wrong;
 }
 
+// The lines of a text, which may end in CR LF. A last line without its newline counts as well.
+inline std::vector<std::string> lines_of(const std::string& text) {
+    std::vector<std::string> lines;
+    std::istringstream in(text);
+    for (std::string line; std::getline(in, line);) {
+        if (line.ends_with('\r'))
+            line.pop_back();
+        lines.push_back(line);
+    }
+    return lines;
+}
+
 // Read a file through, and return its size and CRC-32.
 inline std::string file_crc(const std::string& path, size_t* bytes, uint32_t* crc) {
     int fd = -1;
@@ -404,14 +417,14 @@ inline bool export_file(const std::string& name) {
                             "added_tokens.json", "chat_template.jinja", "chat_template.json"})
         if (name == own || name == std::string(own) + ".tmp")
             return true;
-    return name.rfind("model", 0) == 0 && name.find(".safetensors") != std::string::npos;
+    return name.starts_with("model") && name.find(".safetensors") != std::string::npos;
 }
 
 // Whether an export or a checkpoint writes a file of this name. The program never removes any other
 // file, whatever its folder is called.
 inline bool own_file(const std::string& name) {
-    bool rank = name.rfind("rank_", 0) == 0 && name.find(".safetensors") != std::string::npos;
-    return export_file(name) || rank || name.rfind("manifest.json", 0) == 0;
+    bool rank = name.starts_with("rank_") && name.find(".safetensors") != std::string::npos;
+    return export_file(name) || rank || name.starts_with("manifest.json");
 }
 
 // Files of a folder, [NAME or FOLDER/NAME]: the content.

@@ -204,7 +204,9 @@ template <typename T, typename S> struct Generation {
     size_t count; // most tokens of a text
     const Sampling& how;
     const Comm& group; // the ranks that have these texts
-    int root;          // the rank among them whose choices count
+    // The rank among them that sends its tokens to all. Another one may have rounded a logit to
+    // other bits: it would continue with another text, or wait in a run that no other rank starts.
+    int root;
 
     // Progress.
     std::vector<TextSlot> slots = {};
@@ -260,13 +262,6 @@ inline int choosing_rank(const Layout& layout, bool own_texts) {
     return int(i);
 }
 
-// Send one rank's tokens to all ranks. Another rank may have rounded a logit to other bits: it
-// would continue with another text, or wait in a run that no other rank starts.
-template <typename T, typename S>
-void share_tokens(Generation<T, S>& g, int* tokens, size_t n) {
-    broadcast(g.group, tokens, n, g.root, Cpu{});
-}
-
 // Exchange with ranks that have other texts. Returns whether any rank has something to run; sets
 // g.stopped if any rank wishes to stop.
 template <typename T, typename S> bool any_runs(Generation<T, S>& g, bool runs) {
@@ -311,14 +306,6 @@ void take_token(Generation<T, S>& g, TextSlot& s, int token, Emit& emit, End& en
     end(text, last ? Ended::BY_TOKEN : enough ? Ended::BY_COUNT : Ended::BY_CACHE);
 }
 
-// Let the draft read a prompt from token `past` on, and the token before it once more: that may be
-// the draft's own last guess, which stayed but which the draft has not read.
-template <typename T, typename S>
-void draft_prompt(Generation<T, S>& g, const std::vector<int>& prompt, size_t past, size_t slot) {
-    past -= std::min(past, size_t(1));
-    g.how.draft->read(prompt.data() + past, 1, prompt.size() - past, &past, slot);
-}
-
 // Count the texts that start together, in this slot and in the free ones after it: consecutive
 // texts with different prompts, as many as the plan has rows for. With a draft each text starts
 // alone, and so does a text whose slot has read a part of its prompt.
@@ -357,7 +344,7 @@ size_t read_prompts(Generation<T, S>& g, size_t slot, size_t count) {
         lengths[i] = next[i].prompt->size() - past[i];
         adapters[i] = next[i].adapter;
     }
-    size_t n = *std::max_element(lengths.begin(), lengths.end());
+    size_t n = std::ranges::max(lengths);
     std::vector<int> tokens(count * n);
     for (size_t i = 0; i < count; i++)
         std::copy_n(next[i].prompt->data() + past[i], lengths[i], tokens.data() + i * n);
@@ -376,8 +363,12 @@ size_t read_prompts(Generation<T, S>& g, size_t slot, size_t count) {
         g.held_logits.assign(last, last + g.rows.V);
     g.held = next[count - 1].prompt;
     g.held_slot = slot + count - 1;
-    if (g.how.draft)
-        draft_prompt(g, *g.held, past[0], slot);
+    if (!g.how.draft) return rows - 1;
+
+    // Let the draft read the prompt too, and the token before `past` once more: that may be its own
+    // last guess, which stayed but which it has not read.
+    size_t from = past[0] - std::min(past[0], size_t(1));
+    g.how.draft->read(g.held->data() + from, 1, g.held->size() - from, &from, slot);
     return rows - 1;
 }
 
@@ -415,7 +406,7 @@ void start_texts(Generation<T, S>& g, size_t slot, Emit& emit, End& end) {
     for (size_t i = 0; i < count; i++)
         if (g.rows.here)
             tokens[i] = pick_token(g, slot + i, logits + i * g.rows.V);
-    share_tokens(g, tokens.data(), count);
+    broadcast(g.group, tokens.data(), count, g.root, Cpu{});
     for (size_t i = 0; i < count; i++)
         take_token(g, g.slots[slot + i], tokens[i], emit, end);
 }
@@ -539,7 +530,7 @@ void decode_slots(Generation<T, S>& g, size_t B, Emit& emit, End& end) {
     bring_logits(g.t, g.rows, B * n);
 
     // Pick in all slots in parallel: each has its own random numbers.
-    std::fill(tokens.begin(), tokens.end(), -1);
+    std::ranges::fill(tokens, -1);
     #pragma omp parallel for schedule(dynamic)
     for (size_t b = 0; b < B; b++) {
         if (!g.rows.here || g.slots[b].text < 0)
@@ -547,7 +538,7 @@ void decode_slots(Generation<T, S>& g, size_t B, Emit& emit, End& end) {
         size_t again = g.slots[b].past - first[b]; // tokens that it reads again
         judge_guesses(g, b, g.rows.row(b * n + again), tokens.data() + b * n);
     }
-    share_tokens(g, tokens.data(), B * n);
+    broadcast(g.group, tokens.data(), B * n, g.root, Cpu{});
 
     // Emit in the order of the slots.
     for (size_t b = 0; b < B; b++)
@@ -622,7 +613,7 @@ void share_texts(const Trainer<T, S>& t, ShareOfTexts mine, size_t longest,
     std::vector<int64_t> rows(texts.size() * row);
     for (size_t i = mine.first; i < past; i++) {
         rows[i * row] = int64_t(texts[i].size());
-        std::copy(texts[i].begin(), texts[i].end(), &rows[i * row + 1]);
+        std::ranges::copy(texts[i], &rows[i * row + 1]);
     }
     all_reduce_sum(t.comms.world, rows.data(), rows.size(), Cpu{});
 

@@ -13,7 +13,6 @@
 #include <string>
 #include <variant>
 #include <vector>
-#include "../family.h"
 #include "../model.h"
 #include "../ops/elementwise.cuh"
 #include "../ops/moe.cuh"
@@ -47,15 +46,11 @@ void hf_wrong(HfConfig& c, const Parts&... parts) {
 // Read a size from 1 to 2^24. If the key is missing, return `otherwise`; 0: it must not be missing.
 inline size_t hf_size(HfConfig& c, const char* key, size_t otherwise = 0) {
     if (!c.has(key) && otherwise) return otherwise;
-    // Two such sizes multiply within 64 bits; hf_check_sizes() limits what they make.
-    bool number = c.has(key) && c.j[key].is_number_unsigned();
-    uint64_t found = number ? c.j[key].get<uint64_t>() : 0;
-    if (found > 0 && found <= (1u << 24))
-        return c.j[key].get<size_t>();
-    if (c.has(key))
-        hf_wrong(c, key, " is ", json_word(c.j[key]), ", which is no size");
-    else
-        hf_wrong(c, key, " is missing");
+    // Two such sizes multiply within 64 bits; hf_shape() limits what they make.
+    Json j = c.j.value(key, Json());
+    size_t found = j.is_number_unsigned() ? j.get<size_t>() : 0;
+    if (found > 0 && found <= (1u << 24)) return found;
+    hf_wrong(c, key, " is ", j.is_null() ? "missing" : json_word(j) + ", which is no size");
     return 1; // go on with a shape of ones; the error is reported later
 }
 
@@ -519,22 +514,16 @@ inline Json hf_rope_of_kinds(HfConfig& c, Shape& s, const Json& r) {
     return r.contains("full_attention") ? kind("full_attention") : r;
 }
 
-// RoPE of gpt-oss where the file says nothing: YaRN, its class's default.
-inline Json hf_oss_rope() {
-    return {
-        {"rope_type", "yarn"},
-        {"factor", 32.0},
-        {"truncate", false},
-        {"original_max_position_embeddings", 4096},
-    };
-}
-
 // Read RoPE's base and its scaling.
 inline void hf_rope(HfConfig& c, Shape& s) {
-    // The object's theta wins over the one at the top level, which the field has already.
+    // The object's theta wins over the one at the top level, which the field has already. Where
+    // gpt-oss' file says nothing, its class has YaRN.
     Json r = hf_rope_object(c);
     if (s.hf_type == "gpt_oss" && r.empty())
-        r = hf_oss_rope();
+        r = {{"rope_type", "yarn"},
+             {"factor", 32.0},
+             {"truncate", false},
+             {"original_max_position_embeddings", 4096}};
     bool olmo = s.hf_type == "olmo3";
     if (olmo || s.hf_type == "gemma3_text")
         r = hf_rope_of_kinds(c, s, r);
@@ -754,15 +743,12 @@ inline void hf_deepseek_router(HfConfig& c, Shape& s) {
     ExpertShape& e = s.experts;
     // A missing key means the class's own method.
     bool v3 = s.hf_type == "deepseek_v3";
-    Json method = v3 ? "noaux_tc" : "greedy";
-    if (c.has("topk_method")) method = c.j["topk_method"];
+    Json usual = v3 ? "noaux_tc" : "greedy";
+    Json method = c.has("topk_method") ? c.j["topk_method"] : usual;
 
     // Refuse any other scoring than the class's own.
     hf_refuse_unless(c, "scoring_func", v3 ? "sigmoid" : "softmax");
-    if (v3)
-        hf_refuse_unless(c, "topk_method", "noaux_tc");
-    else
-        hf_refuse_unless(c, "topk_method", "greedy", "group_limited_greedy");
+    hf_refuse_unless(c, "topk_method", usual, v3 ? usual : "group_limited_greedy");
 
     // V2's class ignores norm_topk_prob, so only false is accepted.
     e.choice_bias = v3;
@@ -810,15 +796,6 @@ inline void hf_deepseek(HfConfig& c, Shape& s) {
 
 // ----------------------------------------------------------------------------
 // config.json -> Shape
-
-// Refuse sizes whose products overflow: the file is broken, or describes no model.
-inline void hf_check_sizes(HfConfig& c, const Shape& s) {
-    // The limits are far above any published model.
-    size_t widest = std::max({s.C, s.F, s.NH * s.HS});
-    if (s.L > 1024 || widest > (1u << 20))
-        hf_wrong(c, s.L, " layers, up to ", widest,
-                 " wide: models of up to 1024 layers and 1048576 channels can be read");
-}
 
 // Make the shape that a parsed config.json describes. Other formats pass their numbers under the
 // same keys (model_files.h).
@@ -876,7 +853,12 @@ inline std::string hf_shape(Shape* shape, HfConfig& c) {
                  type == "gpt2" ? "n_embd " : "hidden_size ", s.C);
     if (s.NH % s.NKV)
         hf_wrong(c, kv, " ", s.NKV, " does not divide num_attention_heads ", s.NH);
-    hf_check_sizes(c, s);
+
+    // Refuse sizes whose products overflow. The limits are far above any published model.
+    size_t widest = std::max({s.C, s.F, s.NH * s.HS});
+    if (s.L > 1024 || widest > (1u << 20))
+        hf_wrong(c, s.L, " layers, up to ", widest,
+                 " wide: models of up to 1024 layers and 1048576 channels can be read");
     return c.wrong;
 }
 

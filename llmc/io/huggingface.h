@@ -10,14 +10,11 @@
 //   Every function that returns a text returns "" or one line that says what is wrong.
 #pragma once
 #include <filesystem>
-#include "../access.h"
 #include "../adapters.h"
-#include "../comm/comm.h"
 #include "../comm/group.h"
 #include "../model.h"
 #include "../ops/attention_sm90.cuh"
 #include "../ops/element_type.h"
-#include "../action.h"
 #include "../optimizer.h"
 #include "../parameters.h"
 #include "../quantised.h"
@@ -82,12 +79,11 @@ inline bool hf_predicts(const Shape& s, const std::string& name) {
 
 // Check the tensors of a parameter: each matrix of a stack has its own, unless experts share one.
 inline std::string check_plain(const SourceFolder& f, const Parameter& p, UsedTensors* used) {
-    std::string wrong;
-    for (size_t k = 0; k < p.stack && wrong.empty(); k++) {
+    for (size_t k = 0; k < p.stack; k++) {
         HfPlace place = hf_place(f.model->shape, p, k);
-        wrong = hf_check_tensor(f.files, place.tensor, place.shape, used);
+        LLMC_TRY(hf_check_tensor(f.files, place.tensor, place.shape, used));
     }
-    return wrong;
+    return "";
 }
 
 // Refuse tensors that belong to no parameter. *further counts those that are left out.
@@ -303,7 +299,6 @@ inline std::string carry_files(ExportTokenizer* e, const std::string& folder) {
     for (const std::string& name : names_in(folder + "/" + CHAT_TEMPLATES))
         names.push_back(CHAT_TEMPLATES + name);
 
-    std::string wrong;
     for (const std::string& name : names) {
         std::string path = folder + "/" + name;
         bool left = name[0] == '.' || name == "config.json" || name == "README.md" ||
@@ -313,10 +308,10 @@ inline std::string carry_files(ExportTokenizer* e, const std::string& folder) {
             left |= name.ends_with(end);
         struct stat st;
         bool file = stat(path.c_str(), &st) == 0 && S_ISREG(st.st_mode);
-        if (!left && file && size_t(st.st_size) <= CARRIED_BYTES && wrong.empty())
-            wrong = read_whole_file(path, &e->files[name]);
+        if (!left && file && size_t(st.st_size) <= CARRIED_BYTES)
+            LLMC_TRY(read_whole_file(path, &e->files[name]));
     }
-    return wrong;
+    return "";
 }
 
 // Make answers end with `end`, in both configs: generate() reads generation_config.json. Tokens
@@ -327,7 +322,7 @@ inline std::string export_end(ExportTokenizer* e, const Tokenizer& t, int end) {
         // A file that names none has those of the file before.
         std::vector<int> own = named_tokens(t, j, "eos_token");
         ends = own.empty() ? ends : own;
-        if (std::count(ends.begin(), ends.end(), end) == 0)
+        if (std::ranges::count(ends, end) == 0)
             ends.insert(ends.begin(), end);
         std::erase(ends, -1);
         j["eos_token_id"] = end;
@@ -406,10 +401,10 @@ inline std::string hf_check_folder(const std::string& folder, const TextFiles& c
                    ", which is no export of ours: choose a new folder";
 
     // Refuse files of ours that are no whole model, such as a tokenizer's.
-    bool config = std::any_of(names.begin(), names.end(), [](const std::string& name) {
+    bool config = std::ranges::any_of(names, [](const std::string& name) {
         return name == "config.json" || name == "adapter_config.json";
     });
-    bool weights = std::any_of(names.begin(), names.end(), [](const std::string& name) {
+    bool weights = std::ranges::any_of(names, [](const std::string& name) {
         return name.ends_with(".safetensors");
     });
     if (names.empty() || (config && weights))

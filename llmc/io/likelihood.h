@@ -9,7 +9,6 @@
 #include "../comm/comm.h"
 #include "../context.h"
 #include "../layout.h"
-#include "../ops/hopper.cuh"
 #include "../ops/memory.h"
 #include "../ops/types.h"
 #include "../step.h"
@@ -66,8 +65,7 @@ inline std::vector<ScoreGroup> group_by_length(const std::vector<Candidate>& can
     std::vector<size_t> order(candidates.size());
     std::iota(order.begin(), order.end(), size_t(0));
     auto T_of = [&](size_t i) { return padded_inputs(candidates[i], P); };
-    std::stable_sort(order.begin(), order.end(),
-                     [&](size_t a, size_t b) { return T_of(a) < T_of(b); });
+    std::ranges::stable_sort(order, {}, T_of);
 
     // List the lengths, and how many candidates are no longer than each.
     std::vector<size_t> lengths, count = {0};

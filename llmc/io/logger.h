@@ -20,7 +20,6 @@
 #include <string>
 #include <utility>
 #include <vector>
-#include "../comm/comm.h"
 #include "../comm/text.h"
 #include "files.h"
 

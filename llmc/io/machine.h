@@ -63,6 +63,7 @@ struct Machine {
     double gemm_rate(size_t element) const { return gemm * peak(element); }
     double fp8_rate(Fp8 fp8) const {
         double tf = fp8 == Fp8::BLOCK ? fp8_block_tf : fp8 == Fp8::MX ? fp8_mx_tf : fp8_tf;
+        if (fp8 == Fp8::NVFP4) tf = 2 * fp8_mx_tf; // half the bits
         return FP8_GEMM * gemm * tf * 1e12;
     }
     double attention_rate(size_t element) const { return attention * peak(element); }

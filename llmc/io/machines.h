@@ -51,7 +51,7 @@ inline size_t cgroup_left() {
     std::ifstream groups("/proc/self/cgroup");
     for (std::string line; std::getline(groups, line);) {
         // Read a line: "0::/a/b" is a group of version 2, "7:memory:/a/b" one of version 1.
-        bool second = line.rfind("0::", 0) == 0;
+        bool second = line.starts_with("0::");
         size_t at = line.find(":memory:");
         if (!second && at == std::string::npos)
             continue;
@@ -73,7 +73,7 @@ inline size_t memory_left(Cpu) {
     size_t left = SIZE_MAX;
     std::ifstream in("/proc/meminfo");
     for (std::string line; std::getline(in, line);)
-        if (line.rfind("MemAvailable:", 0) == 0)
+        if (line.starts_with("MemAvailable:"))
             left = strtoull(line.c_str() + strlen("MemAvailable:"), nullptr, 10) * 1024;
     return std::min(left, cgroup_left());
 }
@@ -99,7 +99,7 @@ template <typename S> int ranks_here(const Comm& world, S) {
     if (!std::is_same_v<S, Cpu>) return 1;
     std::string boot = boot_name();
     std::vector<std::string> all = gather_texts(world, boot);
-    return int(std::count(all.begin(), all.end(), boot));
+    return int(std::ranges::count(all, boot));
 }
 
 // ----------------------------------------------------------------------------
@@ -147,12 +147,12 @@ inline int ranks_of_each(const Machines& m) {
 }
 
 // Whether the ranks of each machine are numbered side by side, as the order of the grid assumes.
-inline bool side_by_side(const Machines& m) { return std::is_sorted(m.of.begin(), m.of.end()); }
+inline bool side_by_side(const Machines& m) { return std::ranges::is_sorted(m.of); }
 
 // The ranks at the same place of each machine as `rank`, which must have equally many ranks each.
 inline std::vector<int> ranks_across(const Machines& m, int rank) {
     std::vector<int> mine = ranks_on(m, m.of[size_t(rank)]), across;
-    size_t place = size_t(std::find(mine.begin(), mine.end(), rank) - mine.begin());
+    size_t place = size_t(std::ranges::find(mine, rank) - mine.begin());
     for (int machine = 0; machine < m.count; machine++)
         across.push_back(ranks_on(m, machine)[place]);
     return across;

@@ -11,8 +11,6 @@
 //   --explain inverts the formula: how long a run takes at an assumed utilisation.
 #pragma once
 #include <string>
-#include "../comm/group.h"
-#include "../comm/mpi.h"
 #include "../comm/rank_status.h"
 #include "../model.h"
 #include "../ops/cuda_common.h"
@@ -47,34 +45,25 @@ inline double attention_channels(const Shape& s) {
     return double(s.NH * (s.HS + values)) / 2;
 }
 
-// The number of parameters that a token meets and that have no gradient: the base of adapters.
-inline size_t frozen_parameters(const Model& model) {
-    size_t n = 0;
-    for (const Parameter& p : model.parameters)
-        n += model.buckets[p.bucket].trainable ? 0 : active_elements(model, p);
-    return n;
-}
-
-// The number of parameters that a token meets in blocks below the lowest adapter.
-inline size_t idle_parameters(const Model& model) {
-    size_t n = 0;
-    int lowest = lowest_trained(model);
-    for (const Parameter& p : model.parameters)
-        if (model.is_block(p.layer) && p.layer < lowest)
-            n += active_elements(model, p);
-    return n;
-}
-
 // FLOPs of training on one token, forward and backward. Each active parameter takes six: two
 // forward, four backward. A frozen one takes two less. Attention adds 6 L C T with a causal mask.
 // Blocks below the lowest adapter have no backward pass, so two thirds of theirs are left out.
 inline double flops_per_token(const Model& model, size_t T) {
     const Shape& s = model.shape;
-    double idle = std::clamp(lowest_trained(model) - 1, 0, int(s.L)); // blocks
+    int lowest = lowest_trained(model);
+    double idle = std::clamp(lowest - 1, 0, int(s.L)); // blocks
     double passes = 6.0 * double(s.L) - 4 * idle;
     double attention = passes * attention_channels(s) * double(T);
-    double unasked = 2.0 * double(frozen_parameters(model) + idle_parameters(model));
-    return 6.0 * double(active_parameters(model)) - unasked + attention;
+
+    // Frozen elements, the base of adapters, have no gradient. In blocks below the lowest adapter
+    // none is passed on either.
+    size_t unasked = 0;
+    for (const Parameter& p : model.parameters) {
+        bool frozen = !model.buckets[p.bucket].trainable;
+        bool below = model.is_block(p.layer) && p.layer < lowest;
+        unasked += (size_t(frozen) + size_t(below)) * active_elements(model, p);
+    }
+    return 6.0 * double(active_parameters(model)) - 2.0 * double(unasked) + attention;
 }
 
 // Hours that a run takes on GPUs. flops: of the whole run; peak: FLOP/s of one GPU; utilisation:

@@ -22,7 +22,6 @@
 #include "../model.h"
 #include "../ops/element_type.h"
 #include "../ops/types.h"
-#include "../action.h"
 #include "../optimizer.h"
 #include "../parameters.h"
 #include "../comm/text.h"

@@ -13,14 +13,6 @@
 
 namespace llmc {
 
-// The presets' names: "tiny, tiny-llama, gpt2, ..."
-inline std::string preset_names() {
-    std::string names;
-    for (const Preset& p : model_presets())
-        names += concat(names.empty() ? "" : ", ", p.name);
-    return names;
-}
-
 // Change the shape of a preset or a folder as the flags say.
 inline std::string override_shape(const Config& c, Shape& s) {
     ExpertShape& e = s.experts;
@@ -46,7 +38,7 @@ inline std::string override_shape(const Config& c, Shape& s) {
     // Put experts in the place of the ffn. This works for the Llamas whose blocks equal Mixtral's
     // in all but the ffn.
     const char* plain[] = {"llama", "mistral", "qwen3"};
-    bool can = std::count(std::begin(plain), std::end(plain), s.hf_type) > 0;
+    bool can = std::ranges::count(plain, s.hf_type) > 0;
     // --upcycle counts the experts that a dense folder's ffn is copied into, --experts new ones.
     size_t experts = size_t(c.experts + c.upcycle);
     if (c.upcycle && e.E)
@@ -117,8 +109,10 @@ inline Shape choose_shape(const Config& c, const char* flag = "--model") {
     } else {
         // Look for a preset. If none has the name, suggest the nearest one.
         std::vector<std::string> names;
+        std::string all; // "tiny, tiny-llama, gpt2, ..."
         for (const Preset& p : model_presets()) {
             names.push_back(p.name);
+            all += concat(all.empty() ? "" : ", ", p.name);
             if (c.model == p.name)
                 s = p.shape;
         }
@@ -126,7 +120,7 @@ inline Shape choose_shape(const Config& c, const char* flag = "--model") {
         LLMC_USER_CHECK(s.L > 0,
                         "%s %s is neither a folder, a file nor a preset%s%s%s; presets: %s",
                         flag, c.model.c_str(), close.empty() ? "" : ": did you mean ",
-                        close.c_str(), close.empty() ? "" : "?", preset_names().c_str());
+                        close.c_str(), close.empty() ? "" : "?", all.c_str());
     }
     or_die(override_shape(c, s));
 

@@ -56,7 +56,7 @@ inline auto stages_with(const Layout& layout, const Model& model, int bucket) {
 // ranks of the stage call.
 inline void bring_to_stage(OneReader& r, unsigned char* to, size_t bytes, int reader, int stage) {
     const std::vector<int>& members = r.members[size_t(stage)];
-    auto place = std::find(members.begin(), members.end(), reader);
+    auto place = std::ranges::find(members, reader);
     int root = int(place - members.begin());
 
     // A reader in another stage sends the bytes to the first rank of this stage.
@@ -99,7 +99,7 @@ inline std::vector<std::string> gather_texts(const Comm& c, std::string text) {
     all_gather(c, sizes.data(), &size, 1, Cpu{});
 
     // Pad each text to the longest: an all-gather takes equal counts.
-    size_t most = *std::max_element(sizes.begin(), sizes.end());
+    size_t most = std::ranges::max(sizes);
     text.resize(most);
     std::string all(most * sizes.size(), 0);
     all_gather(c, reinterpret_cast<unsigned char*>(all.data()),

@@ -43,7 +43,6 @@
 #include "text_batch.h"
 #include "text_stream.h"
 #include "tokenizer.h"
-#include "tokenizer_files.h"
 
 namespace llmc {
 
@@ -216,20 +215,19 @@ inline std::string put_tokens(ShardOutput& o, const int* tokens, size_t count, b
 // Write a batch's documents, each after the token that begins one.
 inline std::string write_documents(ShardOutput& o, const TextBatch& b) {
     // The tokens up to the next DOCUMENT are one document. An empty one leaves nothing.
-    for (auto from = b.tokens.begin(), to = from; from != b.tokens.end(); from = to) {
-        if (*from == DOCUMENT) {
-            o.begins = true;
-            to = from + 1;
-            continue;
+    for (auto from = b.tokens.begin();; from++) {
+        auto to = std::find(from, b.tokens.end(), DOCUMENT);
+        if (to != from) {
+            LLMC_TRY(o.begins ? put_tokens(o, &o.document_token, 1, true) : "");
+            LLMC_TRY(put_tokens(o, &*from, to - from, false));
+            o.begins = false;
         }
 
-        // Write the document's tokens, up to the next mark.
-        to = std::find(from, b.tokens.end(), DOCUMENT);
-        LLMC_TRY(o.begins ? put_tokens(o, &o.document_token, 1, true) : "");
-        LLMC_TRY(put_tokens(o, &*from, to - from, false));
-        o.begins = false;
+        // The next one begins behind the mark.
+        if (to == b.tokens.end()) return "";
+        o.begins = true;
+        from = to;
     }
-    return "";
 }
 
 // The numbers of a batch in a progress file: its place, and the counts at its beginning.
@@ -386,14 +384,13 @@ inline std::string read_state(const ShardOutput& o, const std::string& path, Jso
         return path + ": is there, and is none of prepare_gpt's files or is damaged" + fix;
 
     // Check that it belongs to this call.
+    const Json& shards = (*found)["shards"];
     std::string other = state_differs(*found, o.identity);
-    if (!other.empty() && (*found)["shards"].empty()) {
-        *found = nullptr;
-        return "";
-    }
-    if (!other.empty())
+    if (other.empty()) return check_shards(shards, path);
+    if (!shards.empty())
         return path + ": was made from " + other + fix;
-    return check_shards((*found)["shards"], path);
+    *found = nullptr;
+    return "";
 }
 
 // Refuse to write beside another preparation's shards: the pattern OUT_*.bin would mix both.

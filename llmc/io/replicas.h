@@ -273,14 +273,14 @@ inline std::string minority_text(const std::vector<ShownSum>& shown) {
         for (auto& [sum, ranks] : by_sum)
             if (ranks != most)
                 others.insert(others.end(), ranks.begin(), ranks.end());
-        std::sort(others.begin(), others.end());
+        std::ranges::sort(others);
         if (2 * most.size() > all)
             return concat("rank ", list_of_ranks(others), " has other values than ranks ",
                           list_of_ranks(most));
 
         // Without a majority, nobody can say which rank is wrong.
         others.insert(others.end(), most.begin(), most.end());
-        std::sort(others.begin(), others.end());
+        std::ranges::sort(others);
         return concat("ranks ", list_of_ranks(others), " have different values");
     }
     return "";

@@ -61,8 +61,7 @@ inline void safetensors_close(SafeTensors* s) {
 // Find a tensor by name, or return null.
 inline const SafeTensor* safetensors_find(const SafeTensors& s, const std::string& name) {
     // The tensors are sorted by name, so search by halves.
-    auto before = [](const SafeTensor& t, const std::string& n) { return t.name < n; };
-    auto it = std::lower_bound(s.tensors.begin(), s.tensors.end(), name, before);
+    auto it = std::ranges::lower_bound(s.tensors, name, {}, &SafeTensor::name);
     return it != s.tensors.end() && it->name == name ? &*it : nullptr;
 }
 
@@ -192,7 +191,7 @@ inline std::string read_tensor_entry(SafeTensor* t, const Json& entry, size_t bo
 // Check that the tensors' bytes cover the data, each byte exactly once.
 inline std::string check_spans(std::vector<std::pair<size_t, size_t>> spans, size_t body) {
     // Refuse gaps and overlaps, which could hide bytes that no reader checks.
-    std::sort(spans.begin(), spans.end());
+    std::ranges::sort(spans);
     size_t reached = 0;
     for (auto [begin, end] : spans) {
         if (begin < reached)

@@ -51,7 +51,7 @@ inline double keep_tokens(const float* logits, size_t V, float temperature, int 
     if (top_p < 1)
         std::erase_if(order, [&](const auto& x) { return x.first < least; });
     if (top_k > 0 || top_p < 1)
-        std::sort(order.begin(), order.end(), likelier);
+        std::ranges::sort(order, likelier);
     if (top_p < 1) {
         double share = 0;
         size_t n = 0;

@@ -97,7 +97,7 @@ inline std::string check_method(const Json& q, const Dialects& dialects) {
     for (const Dialect& d : dialects)
         known.insert(known.end(), d.methods.begin(), d.methods.end());
     std::string method = quantization_method(q);
-    if (method.empty() || std::count(known.begin(), known.end(), method))
+    if (method.empty() || std::ranges::count(known, method))
         return "";
 
     return concat("quantization_config has quant_method ", printable(method), ": ",

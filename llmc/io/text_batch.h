@@ -146,7 +146,7 @@ inline void take_batch(BatchReader& r, TextBatch* b, size_t cut) {
     b->position = stream_position(r.stream);
     r.rest.erase(0, cut);
     r.offset += cut;
-    r.line += std::count(b->text.begin(), b->text.end(), '\n');
+    r.line += std::ranges::count(b->text, '\n');
 }
 
 // Read the next batch. Returns false after the last one, or with an error in r.wrong.

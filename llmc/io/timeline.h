@@ -53,7 +53,7 @@ inline const BoxKind& box_kind(const std::string& name) {
     // clang-format on
 
     for (const BoxKind& kind : kinds)
-        if (name.rfind(kind.start, 0) == 0)
+        if (name.starts_with(kind.start))
             return kind;
     return kinds[0];
 }

@@ -28,7 +28,6 @@
 #include <string_view>
 #include <unordered_map>
 #include <vector>
-#include "../ops/rand.h"
 #include "../ops/types.h"
 #include "../comm/text.h"
 
@@ -466,7 +465,7 @@ struct BestPath {
 inline std::vector<BestPath> best_paths(const Tokenizer& t, std::string_view word) {
     std::vector<BestPath> best(word.size() + 1);
     best[0].score = 0;
-    float unknown = *std::min_element(t.scores.begin(), t.scores.end()) - 10;
+    float unknown = std::ranges::min(t.scores) - 10;
 
     // Keep the better of two paths to a place.
     auto reach = [&](size_t from, size_t to, int token, float score) {

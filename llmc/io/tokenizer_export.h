@@ -72,9 +72,7 @@ inline std::vector<std::string> merge_texts(const Tokenizer& t,
     std::vector<Merge> merges;
     for (const Merge& m : t.merges)
         if (m.rank != NO_RANK) merges.push_back(m);
-    std::sort(merges.begin(), merges.end(), [](const Merge& a, const Merge& b) {
-        return std::pair(a.rank, a.pair) < std::pair(b.rank, b.pair);
-    });
+    std::ranges::sort(merges, {}, [](const Merge& m) { return std::pair(m.rank, m.pair); });
 
     // Write them in order: a line's number is its rank.
     std::vector<std::string> lines;

@@ -64,9 +64,7 @@ inline void set_merges_from_scores(Tokenizer* t, const std::vector<float>& score
     std::vector<int> order;
     for (const auto& [piece, token] : t->ids)
         order.push_back(token);
-    std::sort(order.begin(), order.end(), [&](int a, int b) {
-        return std::pair(-scores[a], a) < std::pair(-scores[b], b);
-    });
+    std::ranges::sort(order, {}, [&](int token) { return std::pair(-scores[token], token); });
 
     // Cut each piece everywhere.
     std::vector<Merge> merges;
@@ -107,7 +105,7 @@ inline int fallback_byte(const std::string& piece) {
 // Whether the tokenizer can write any text: either every byte has a token, or no byte has one and
 // there is an unknown token.
 inline bool writes_any_text(const Tokenizer& t) {
-    auto missing = std::count(t.byte_token.begin(), t.byte_token.end(), -1);
+    auto missing = std::ranges::count(t.byte_token, -1);
     return missing == 0 || (missing == 256 && t.unknown >= 0);
 }
 
@@ -261,14 +259,10 @@ inline std::string read_gpt2(Tokenizer* t, const std::string& merges_path,
 
     // Take the merges, one a line, after a line with the version.
     std::vector<Merge> merges;
-    std::istringstream in(text);
-    std::string line;
-    for (bool first = true; wrong.empty() && std::getline(in, line); first = false) {
-        if (line.ends_with('\r'))
-            line.pop_back();
-        if (!line.empty() && !(first && line.starts_with("#version")))
-            wrong = add_merge_line(*t, &merges, line);
-    }
+    std::vector<std::string> lines = lines_of(text);
+    for (size_t i = 0; i < lines.size() && wrong.empty(); i++)
+        if (!lines[i].empty() && !(i == 0 && lines[i].starts_with("#version")))
+            wrong = add_merge_line(*t, &merges, lines[i]);
     if (!wrong.empty())
         return merges_path + ": " + wrong;
     set_merges(t, merges);
@@ -291,7 +285,7 @@ inline std::string not_built(const std::string& what, const Json& j) {
 
 // The steps of a part of the file as a list: none, one, or a sequence.
 inline Json json_steps(const Json& j, const char* part, const char* sequence) {
-    if (!j.contains(part) || j[part].is_null()) return Json::array();
+    if (!json_has(j, part)) return Json::array();
     // at() throws if the key is missing; read_tokenizer_json() turns that into a message.
     bool many = j[part].at("type") == "Sequence";
     return many ? j[part].at(sequence) : Json::array({j[part]});
@@ -414,7 +408,7 @@ inline std::string read_bpe(Tokenizer* t, const Json& model) {
     if (model.value("type", "BPE") != "BPE")
         return not_built("model", model["type"]);
     for (const char* key : {"continuing_subword_prefix", "end_of_word_suffix"})
-        if (model.contains(key) && !model[key].is_null() && model[key] != "")
+        if (json_has(model, key) && model[key] != "")
             return not_built(key, model[key]);
     t->kind = TokenizerKind::BPE;
     t->sentencepiece = model.value("byte_fallback", false);
@@ -573,12 +567,11 @@ inline std::string read_tiktoken(Tokenizer* t, const std::string& path, const st
 
     // Find the encoding by the file's name, or else by its number of ranks.
     std::vector<KnownRanks> known = known_ranks();
-    auto row = std::find_if(known.begin(), known.end(), [&](const KnownRanks& k) {
+    auto row = std::ranges::find_if(known, [&](const KnownRanks& k) {
         return path.find(k.name, path.rfind('/') + 1) != std::string::npos;
     });
     if (row == known.end())
-        row = std::find_if(known.begin(), known.end(),
-                           [&](const KnownRanks& k) { return k.ranks == lines; });
+        row = std::ranges::find(known, lines, &KnownRanks::ranks);
     if (row == known.end())
         return concat(path, ": its ", lines,
                       " ranks are of no encoding known here, so its pattern is not known: it may "
@@ -633,13 +626,11 @@ inline uint64_t read_varint(ProtoReader* p) {
 }
 
 // Take `size` bytes, if there are that many.
-inline bool take_bytes(ProtoReader* p, size_t size) {
+inline void take_bytes(ProtoReader* p, size_t size) {
     p->good = p->good && size <= size_t(p->end - p->at);
-    if (p->good) {
-        p->bytes = {p->at, size};
-        p->at += size;
-    }
-    return p->good;
+    if (!p->good) return;
+    p->bytes = {p->at, size};
+    p->at += size;
 }
 
 // Read the next field. Returns false at the end, or on broken data.
@@ -891,7 +882,7 @@ inline void take_special_token(Tokenizer* t, SpecialTokens* s, const std::string
 
     // Take the first token, or compare it with the one that was taken.
     std::string file = path.substr(path.rfind('/') + 1);
-    bool agrees = std::count(tokens.begin(), tokens.end(), *token) > 0;
+    bool agrees = std::ranges::count(tokens, *token) > 0;
     if (s->taken[key].empty() || file == "special_tokens_map.json") {
         s->taken[key] = file;
         *token = tokens[0];

@@ -25,6 +25,20 @@ acc_t<T> channel_dot(const T* a, const T* b, size_t n) {
     return sum;
 }
 
+// Write n finished sums, or add them to what is there.
+template <typename O, typename A>
+void put_row(O* to, const A* sums, size_t n, bool accumulate) {
+    for (size_t e = 0; e < n; e++)
+        put(to + e, sums[e], accumulate);
+}
+
+// The same for rows of n sums, which go to rows that are `stride` apart.
+template <typename O, typename A>
+void store_rows(O* to, const A* sums, size_t rows, size_t stride, size_t n, bool accumulate) {
+    for (size_t i = 0; i < rows; i++)
+        put_row(to + i * stride, sums + i * n, n, accumulate);
+}
+
 // The products of one query with all keys, which both forward and backward need.
 template <typename T> struct ReferenceScores {
     std::vector<acc_t<T>> capped; // (Tk) before ALiBi; masked keys are never read
@@ -98,9 +112,7 @@ void attention_forward_reference(O* out, acc_t<T>* lse, const AttentionOperands<
                 }
 
                 // Round each sum once.
-                O* row = out + x.out_at(b, h, i);
-                for (size_t e = 0; e < d.HS_v; e++)
-                    put(row + e, sum[e], false);
+                put_row(out + x.out_at(b, h, i), sum.data(), d.HS_v, false);
             }
 }
 
@@ -152,13 +164,6 @@ void reference_backward_row(ReferenceSums<T>& sums, const T* out, const acc_t<T>
     }
 }
 
-// Write n finished sums, or add them to what is there.
-template <typename O, typename A>
-void put_row(O* to, const A* sums, size_t n, bool accumulate) {
-    for (size_t e = 0; e < n; e++)
-        put(to + e, sums[e], accumulate);
-}
-
 // Backward by the definition. A task owns a key head: dk and dv, and dq of the heads that read it.
 template <typename T, typename Q, typename K>
 void attention_backward_reference(Q* dq, K* dk, K* dv, const T* out, const acc_t<T>* lse,
@@ -177,17 +182,14 @@ void attention_backward_reference(Q* dq, K* dk, K* dv, const T* out, const acc_t
                     reference_backward_row(sums, out, lse, x, b, h, i);
 
                     // No other task writes this row of dq.
-                    Q* row = dq + x.query_at(b, h, i);
-                    put_row(row, sums.dq.data(), d.HS, x.accumulate);
+                    put_row(dq + x.query_at(b, h, i), sums.dq.data(), d.HS, x.accumulate);
                 }
 
             // Write dk and dv.
-            for (size_t j = 0; j < d.Tk; j++) {
-                const acc_t<T>* k = sums.dk.data() + j * d.HS;
-                const acc_t<T>* v = sums.dv.data() + j * d.HS_v;
-                put_row(dk + x.key_at(b, kh, j), k, d.HS, x.accumulate);
-                put_row(dv + x.value_at(b, kh, j), v, d.HS_v, x.accumulate);
-            }
+            K* k = dk + x.key_at(b, kh, 0);
+            K* v = dv + x.value_at(b, kh, 0);
+            store_rows(k, sums.dk.data(), d.Tk, d.k_stride, d.HS, x.accumulate);
+            store_rows(v, sums.dv.data(), d.Tk, d.v_stride, d.HS_v, x.accumulate);
         }
 }
 

@@ -172,9 +172,7 @@ void prefix_backward_queries(T* dq, const T* out, const acc_t<T>* lse,
                 }
 
                 // Add to the gradient that comes through the text.
-                T* row = dq + x.query_at(b, h, i);
-                for (size_t e = 0; e < d.HS; e++)
-                    put(row + e, sum[e], true);
+                put_row(dq + x.query_at(b, h, i), sum.data(), d.HS, true);
             }
 }
 
@@ -209,10 +207,8 @@ void prefix_backward_keys(acc_t<T>* dk, acc_t<T>* dv, const T* out, const acc_t<
             }
 
             // Write both gradients, or add them to those of earlier micro-batches.
-            for (size_t e = 0; e < d.HS; e++) {
-                put(dk + key + e, k_sum[e], x.accumulate);
-                put(dv + key + e, v_sum[e], x.accumulate);
-            }
+            put_row(dk + key, k_sum.data(), d.HS, x.accumulate);
+            put_row(dv + key, v_sum.data(), d.HS, x.accumulate);
         }
 }
 

@@ -256,9 +256,11 @@ inline BlockMask mask_of(const int* q_positions, const int* doc_start, const int
     return {q_positions, doc_start, k_positions, rows, keys, window, nothing, everything};
 }
 
-// Scale a block's scores (rows, keys) in place, add ALiBi, and set masked ones to -inf.
+// Scale a block's scores (rows, keys) in place, add ALiBi, and set masked ones to -inf. Returns the
+// factor that scores still lack: leaving a fully visible block unscaled saves a pass.
 template <typename A>
-void mask_scores(A* scores, const BlockMask& m, A scale, A slope) {
+A finish_scores(A* scores, const BlockMask& m, A scale, A slope) {
+    if (m.everything && slope == 0) return scale;
     for (size_t i = 0; i < m.rows; i++) {
         A* row = scores + i * m.keys;
         int position = m.q_positions[i];
@@ -272,14 +274,6 @@ void mask_scores(A* scores, const BlockMask& m, A scale, A slope) {
             row[j] = seen ? x : A(-INFINITY);
         }
     }
-}
-
-// Mask the scores if necessary. Returns the factor that they still lack: leaving a fully visible
-// block unscaled saves a pass.
-template <typename A>
-A finish_scores(A* scores, const BlockMask& m, A scale, A slope) {
-    if (m.everything && slope == 0) return scale;
-    mask_scores(scores, m, scale, slope);
     return 1;
 }
 
@@ -458,12 +452,8 @@ template <typename T>
 void backward_row_sums(AttentionTile<T>& t, const T* dout, const T* out, size_t rows,
                        const AttentionDims& d) {
     for (size_t i = 0; i < rows; i++) {
-        acc_t<T> sum = 0;
-        const T *a = dout + i * d.NH * d.HS, *b = out + i * d.NH * d.HS;
-        #pragma omp simd reduction(+ : sum)
-        for (size_t e = 0; e < d.HS; e++)
-            sum += to_acc(a[e]) * to_acc(b[e]);
-        t.D[i] = sum;
+        size_t row = i * d.NH * d.HS;
+        t.D[i] = few_dot<acc_t<T>>(dout + row, out + row, d.HS, 1, 1);
     }
 }
 
@@ -500,14 +490,6 @@ void attention_backward_block(const AttentionBlock<T>& a, const acc_t<T>* lse,
         product(t.dk + j * HS, t.ds, a.q.data, keys_product(rows, m.keys, HS, a.q.stride));
         product(t.sum, t.ds, k, values_product(rows, m.keys, HS, a.k.stride));
     }
-}
-
-// Write (rows, HS) to rows that are `stride` apart, or add to them.
-template <typename O, typename A>
-void store_rows(O* out, const A* x, size_t rows, size_t stride, size_t HS, bool accumulate) {
-    for (size_t i = 0; i < rows; i++)
-        for (size_t e = 0; e < HS; e++)
-            put(out + i * stride + e, x[i * HS + e], accumulate);
 }
 
 // Backward on the CPU. blas.scratch: attention_scratch_bytes().

@@ -75,7 +75,7 @@ LLMC_HD inline F to_fp8(float x) {
 // power of two.
 template <typename F>
 LLMC_HD inline float fp8_value(F x) {
-    constexpr float power = F::MANTISSA == 3 ? 0x1p120f : 0x1p112f;
+    const float power = bits_as<float>(uint32_t(253 + F::LEAST) << 23);
     uint32_t code = x.bits & 0x7f, u = code << (23 - F::MANTISSA);
     uint32_t sign = uint32_t(x.bits & 0x80) << 24;
     uint32_t value = bits_as<uint32_t>(bits_as<float>(u) * power);
@@ -102,7 +102,7 @@ LLMC_HD inline float fp8_scale(uint32_t amax) {
 }
 
 // How the products of a linear layer quantise their operands (linear.cuh).
-enum class Fp8 : uint8_t { NONE, BLOCK, TENSOR, DELAYED, MX };
+enum class Fp8 : uint8_t { NONE, BLOCK, TENSOR, DELAYED, MX, NVFP4 };
 
 // Delayed scaling: the scale of a matrix is known before the matrix is (fp8_delayed.cuh).
 struct Fp8Late {
@@ -125,8 +125,12 @@ LLMC_HD inline float fp8_late_scale(float scale) {
 
 constexpr size_t FP8_BLOCK = 128, FP8_ALIGN = 256; // elements; bytes
 constexpr size_t MX_BLOCK = 32;                    // elements
-enum class Fp8Blocks : uint8_t { ROWS, COLUMNS, SQUARES, SQUARES_T, WHOLE, MX_ROWS, MX_COLUMNS };
+enum class Fp8Blocks : uint8_t {
+    ROWS, COLUMNS, SQUARES, SQUARES_T, WHOLE, MX_ROWS, MX_COLUMNS, NVFP4_ROWS, NVFP4_COLUMNS
+};
+// Whether a scale is a byte; whether codes are nvfp4.cuh's, of 4 bits.
 LLMC_HD constexpr bool is_mx(Fp8Blocks blocks) { return blocks >= Fp8Blocks::MX_ROWS; }
+LLMC_HD constexpr bool is_nvfp4(Fp8Blocks blocks) { return blocks >= Fp8Blocks::NVFP4_ROWS; }
 
 // Whether a block lies in one row; whether in one column.
 LLMC_HD constexpr bool in_rows(Fp8Blocks b) {
@@ -146,6 +150,7 @@ LLMC_HD inline size_t fp8_square_row(size_t squares) { return (squares + 3) / 4 
 //   WHOLE (1)
 //   MX_ROWS (rows/128, cols/128, 32, 4, 4): of a tile, row % 32, row / 32, cols/32
 //   MX_COLUMNS (cols/128, rows/128, 32, 4, 4): the same of the transpose
+//   NVFP4_ROWS, NVFP4_COLUMNS: the same with 64 along K for 128
 inline size_t fp8_scales(size_t rows, size_t cols, Fp8Blocks blocks) {
     size_t down = ceil_div(rows, FP8_BLOCK), across = ceil_div(cols, FP8_BLOCK);
     using enum Fp8Blocks;
@@ -157,6 +162,8 @@ inline size_t fp8_scales(size_t rows, size_t cols, Fp8Blocks blocks) {
     case WHOLE: return 1;
     case MX_ROWS:
     case MX_COLUMNS: return down * across * 4 * FP8_BLOCK;
+    case NVFP4_ROWS: return down * ceil_div(cols, 64) * 4 * FP8_BLOCK;
+    case NVFP4_COLUMNS: return across * ceil_div(rows, 64) * 4 * FP8_BLOCK;
     }
     return 0;
 }
@@ -214,8 +221,8 @@ struct Fp8Tile {
         case WHOLE: return first && r0 + c0 == 0 ? 0 : -1;
         case MX_ROWS: return mx_place(down * ceil_div(cols, FP8_BLOCK) + across, block);
         case MX_COLUMNS: return mx_place(across * ceil_div(rows, FP8_BLOCK) + down, block);
+        default: return -1;
         }
-        return -1;
     }
     // The index of an MX block's scale. A tile has all its blocks, beyond the matrix too.
     LLMC_HD static ptrdiff_t mx_place(size_t tile, size_t block) {
@@ -273,6 +280,16 @@ void fp8_quantise_tile(Out* out, Out* transposed, void* inverse, const T* x, uin
     }
 }
 
+// *amax = the largest magnitude of n elements.
+template <typename T>
+void fp8_amax(uint32_t* amax, const T* x, size_t n, Cpu) {
+    uint32_t most = 0;
+    #pragma omp parallel for reduction(max : most)
+    for (size_t i = 0; i < n; i++)
+        most = std::max(most, fp8_magnitude(x[i]));
+    *amax = most;
+}
+
 // Quantise a matrix. One of out and transposed may be null. inverse: fp8_scales() numbers that turn
 // codes back into x, or null.
 //   amax: one word of scratch for WHOLE; other blocks need none
@@ -284,9 +301,7 @@ void fp8_quantise(Out* out, Out* transposed, void* inverse, // (rows,cols) (cols
     // Find the maximum of the whole matrix first, if it is needed.
     uint32_t most = 0;
     if (blocks == Fp8Blocks::WHOLE && (!late.scale || late.amax)) {
-        #pragma omp parallel for reduction(max : most)
-        for (size_t i = 0; i < rows * cols; i++)
-            most = std::max(most, fp8_magnitude(x[i]));
+        fp8_amax(&most, x, rows * cols, Cpu{});
         if (late.scale)
             *late.amax = std::max(*late.amax, most);
         else
@@ -458,6 +473,14 @@ fp8_quantise_kernel(Out* out, Out* transposed, void* inverse, const T* x, const 
 // ----------------------------------------------------------------------------
 // launchers
 
+// *amax = the largest magnitude of n elements.
+template <typename T>
+void fp8_amax(uint32_t* amax, const T* x, size_t n, cudaStream_t stream) {
+    unsigned many = unsigned(std::min(ceil_div(n, 4096), size_t(1024)));
+    LLMC_CUDA_CHECK(cudaMemsetAsync(amax, 0, sizeof(uint32_t), stream));
+    launch(fp8_amax_kernel<T>, many, ELEMENT_THREADS, stream, amax, x, n, can_vectorize<T>(0, x));
+}
+
 // Quantise a matrix of 16-bit elements; the arguments are the CPU version's.
 template <typename F, typename Out, typename T>
 void fp8_quantise(Out* out, Out* transposed, void* inverse, // (rows,cols) (cols,rows)
@@ -471,11 +494,8 @@ void fp8_quantise(Out* out, Out* transposed, void* inverse, // (rows,cols) (cols
     bool packs = can_vectorize<T>(transposed ? rows | cols : cols, x, out, transposed);
     if (blocks != Fp8Blocks::WHOLE || late.scale)
         amax = nullptr;
-    if (amax) {
-        unsigned many = unsigned(std::min(ceil_div(n, 4096), size_t(1024)));
-        LLMC_CUDA_CHECK(cudaMemsetAsync(amax, 0, sizeof(uint32_t), stream));
-        launch(fp8_amax_kernel<T>, many, ELEMENT_THREADS, stream, amax, x, n, packs);
-    }
+    if (amax)
+        fp8_amax(amax, x, n, stream);
 
     // Quantise, one block for each tile.
     dim3 tiles(unsigned(ceil_div(cols, FP8_BLOCK)), unsigned(ceil_div(rows, FP8_BLOCK)));

@@ -53,34 +53,24 @@ LLMC_HD inline void finish_step_scale(StepScale* out, double sum, float clip,
 // ----------------------------------------------------------------------------
 // CPU
 
-// Sum the squares of one row, chunk by chunk: sums (chunks of the row).
-template <typename A>
-void grad_squares(double* sums, const A* grad, const TensorRow& row) {
-    #pragma omp parallel for
-    for (size_t k = 0; k < chunks_of(row); k++) {
-        Chunk chunk = chunk_of(row, k);
-        const A* g = grad + row.offset; // (row.n)
-        double sum = 0;
-        #pragma omp simd reduction(+ : sum)
-        for (size_t i = chunk.from; i < chunk.to; i++)
-            sum += double(g[i]) * double(g[i]);
-        sums[k] = sum;
-    }
-}
-
-template <typename A>
-void grad_squares(double* sums, const A* grad, size_t n, Cpu) {
-    grad_squares(sums, grad, TensorRow{0, n});
-}
-
-// Sum the squares of all rows, in order. Returns the number of sums.
+// Sum the squares of all rows, in order, chunk by chunk. Returns the number of sums.
 template <typename A>
 size_t grad_squares(double* sums, const A* grad,                // (all chunks), the bucket's
                     const TensorRow* rows, size_t count, Cpu) { // (count)
     size_t chunks = 0;
     for (size_t r = 0; r < count; r++) {
-        grad_squares(sums + chunks, grad, rows[r]);
-        chunks += chunks_of(rows[r]);
+        const TensorRow& row = rows[r];
+        const A* g = grad + row.offset; // (row.n)
+        #pragma omp parallel for
+        for (size_t k = 0; k < chunks_of(row); k++) {
+            Chunk chunk = chunk_of(row, k);
+            double sum = 0;
+            #pragma omp simd reduction(+ : sum)
+            for (size_t i = chunk.from; i < chunk.to; i++)
+                sum += double(g[i]) * double(g[i]);
+            sums[chunks + k] = sum;
+        }
+        chunks += chunks_of(row);
     }
     return chunks;
 }
@@ -164,11 +154,6 @@ inline size_t grad_squares(double* sums, const float* grad, const TensorRow* row
     });
 }
 
-inline void grad_squares(double* sums, const float* grad, size_t n, cudaStream_t stream) {
-    TensorRow row = {0, n};
-    grad_squares(sums, grad, &row, 1, stream);
-}
-
 // Add the sums, more than NORM_RUN of them first run by run, in place, and conclude the step.
 inline void grad_norm_finish(StepScale* out, double* sums, size_t count, float clip,
                              cudaStream_t stream, const LossScaling& rule = {}, Betas betas = {}) {
@@ -182,7 +167,14 @@ inline void grad_norm_finish(StepScale* out, double* sums, size_t count, float c
 #endif
 
 // ----------------------------------------------------------------------------
-// anywhere: gradients on their way between ranks
+// anywhere: one tensor, and gradients on their way between ranks
+
+// Sum the squares of one tensor of n elements.
+template <typename A, typename S>
+void grad_squares(double* sums, const A* grad, size_t n, S where) { // (chunks of n) (n)
+    TensorRow row = {0, n};
+    grad_squares(sums, grad, &row, 1, where);
+}
 
 // grad += other. A tied table has two gradients.
 template <typename A, typename S>

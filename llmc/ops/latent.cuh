@@ -124,7 +124,6 @@ void heads_to_latents(T* out, const T* x, const HeadMatrix<T>& m, size_t N, Cpu)
     for (size_t h = 0; h < m.NH; h++)
         for (size_t n = 0; n < N; n++) {
             size_t at = n * m.NH + h;
-            T* to = out + at * m.wide;
             std::vector<A> sum(m.K);
 
             // Add one row of the matrix after the other, which reads it in its order.
@@ -135,8 +134,7 @@ void heads_to_latents(T* out, const T* x, const HeadMatrix<T>& m, size_t N, Cpu)
                 for (size_t c = 0; c < m.K; c++)
                     sum[c] += factor * to_acc(row[c]);
             }
-            for (size_t c = 0; c < m.K; c++)
-                put(to + c, sum[c], m.accumulate);
+            put_row(out + at * m.wide, sum.data(), m.K, m.accumulate);
         }
 }
 
@@ -194,8 +192,7 @@ void latent_attention_forward(T* mean, const AttentionOperands<T>& operands, Cpu
                     for (size_t c = 0; c < (p[j] != 0 ? d.HS_v : 0); c++)
                         sum[c] += p[j] * to_acc(latent[c]);
                 }
-                for (size_t c = 0; c < d.HS_v; c++)
-                    put(mean + x.out_at(b, h, i) + c, sum[c], false);
+                put_row(mean + x.out_at(b, h, i), sum.data(), d.HS_v, false);
             }
 }
 

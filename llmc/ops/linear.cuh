@@ -19,13 +19,14 @@
 //   divides a tensor-parallel rank's pieces, no block is cut. The same bf16 numbers then have the
 //   same codes in every layout. (Tensor-parallel ranks round other sums to bf16 before.)
 //   Recipe `mx`: MXFP8, E4M3 with a scale for 32 of K in all operands; as `block`, with 32 for 128.
+//   Recipe `nvfp4`: 4 bits, with a scale for 16 of K, of W for 16 x 16 (nvfp4.cuh).
 //   Recipe `tensor`: a scale covers the rows of one product, so they decide what underflows.
 //   Recipe `delayed`: as `tensor`, with all ranks' scale of the steps before (fp8_delayed.cuh).
 //   Tensor cores read the codes where cuBLASLt has the product (fp8_matmul.cuh). Elsewhere a bf16
 //   product multiplies the codes' values, which are bf16 numbers: slower, the same sums. Either
 //   way fp8 costs a pass over each operand; the scratch has room for two bytes an element.
 //   To copy: this file, column_sums.cuh, element_type.h, elements.h, elementwise.cuh, fp8.cuh,
-//            fp8_matmul.cuh, gpu.h, lora.cuh, matmul.cuh, nf4.cuh, partial_sums.cuh,
+//            fp8_matmul.cuh, gpu.h, lora.cuh, matmul.cuh, nf4.cuh, nvfp4.cuh, partial_sums.cuh,
 //            types.h and cuda_common.h.
 #pragma once
 #include <utility>
@@ -36,6 +37,7 @@
 #include "lora.cuh"
 #include "matmul.cuh"
 #include "nf4.cuh"
+#include "nvfp4.cuh"
 #include "types.h"
 
 namespace llmc {
@@ -170,7 +172,8 @@ inline size_t linear_operand_bytes(size_t rows, size_t cols) {
 inline size_t fp8_codes_bytes(size_t rows, size_t cols, Fp8 fp8) {
     auto bytes = [&](Fp8Blocks blocks) { return fp8_scale_bytes(rows, cols, blocks); };
     size_t squares = std::max(bytes(Fp8Blocks::SQUARES), bytes(Fp8Blocks::SQUARES_T));
-    size_t most = fp8 == Fp8::MX ? bytes(Fp8Blocks::MX_ROWS) : squares;
+    size_t mx = bytes(Fp8Blocks::MX_ROWS); // NVFP4 has at most twice as many
+    size_t most = fp8 == Fp8::MX ? mx : fp8 == Fp8::NVFP4 ? 2 * mx : squares;
     return FP8_ALIGN + round_up(round_up(rows * cols, 16) + most, FP8_ALIGN);
 }
 
@@ -236,7 +239,17 @@ template <typename T, typename S> struct Fp8Operands {
     bool wide(const LinearOperand<T>& o) const { return tensor() && o.gradient; }
     Fp8Blocks blocks(const LinearOperand<T>& o) const {
         Fp8Blocks mx = o.turned ? MX_COLUMNS : MX_ROWS;
+        if (fp8 == Fp8::NVFP4) return o.turned ? NVFP4_COLUMNS : NVFP4_ROWS;
         return tensor() ? WHOLE : fp8 == Fp8::MX ? mx : o.blocks;
+    }
+
+    // W has squares, both operands of dW are transformed, and gradients are rounded at random.
+    Nvfp4 nvfp4(const LinearOperand<T>& o) const {
+        bool squares = o.blocks == SQUARES || o.blocks == SQUARES_T;
+        Nvfp4 how = {o.rows, o.cols, o.cols, 1, squares, o.blocks == COLUMNS, o.gradient};
+        if (o.turned)
+            how.outer = o.cols, how.K = o.rows, how.row = 1, how.column = o.cols;
+        return how;
     }
 
     // Take room from the end: a word for the maximum, then values, or codes and scales.
@@ -270,7 +283,11 @@ template <typename T, typename S> struct Fp8Operands {
                                               reinterpret_cast<uint32_t*>(word), o.rows, o.cols,
                                               blocks(o), where, o.late);
         };
-        wide(o) ? quantise(e5m2()) : quantise(e4m3());
+        if (fp8 == Fp8::NVFP4)
+            nvfp4_quantise(values, nullptr, reinterpret_cast<Nvfp4Head*>(word), o.x, nvfp4(o),
+                           where);
+        else
+            wide(o) ? quantise(e5m2()) : quantise(e4m3());
         return values;
     }
 
@@ -283,7 +300,8 @@ template <typename T, typename S> struct Fp8Operands {
             word += fp8_codes_bytes(o.rows, o.cols, fp8);
         unsigned char* codes = word + FP8_ALIGN;
         unsigned char* inverse = codes + round_up(o.rows * o.cols, 16);
-        Fp8Operand operand = {codes, inverse, blocks_read(o), wide(o)};
+        auto* head = reinterpret_cast<Nvfp4Head*>(word);
+        Fp8Operand operand = {codes, inverse, blocks_read(o), wide(o), head};
         if (kept && std::exchange(o.turned ? o.cast->turned : o.cast->codes, true))
             return operand;
         if (holds(o, o.turned ? Fp8Holds::TURNED : Fp8Holds::CODES)) return operand;
@@ -301,8 +319,11 @@ template <typename T, typename S> struct Fp8Operands {
                             reinterpret_cast<uint32_t*>(word), o.rows, o.cols, blocks(o), where,
                             o.late);
         };
-        wide(o) ? quantise(reinterpret_cast<e5m2*>(codes))
-                : quantise(reinterpret_cast<e4m3*>(codes));
+        if (fp8 == Fp8::NVFP4)
+            nvfp4_quantise(reinterpret_cast<uint64_t*>(codes), inverse, head, o.x, nvfp4(o), where);
+        else
+            wide(o) ? quantise(reinterpret_cast<e5m2*>(codes))
+                    : quantise(reinterpret_cast<e4m3*>(codes));
         return operand;
     }
 
@@ -322,6 +343,7 @@ template <typename T, typename S> struct Fp8Operands {
         case COLUMNS: return ROWS;
         case SQUARES_T: return SQUARES;
         case MX_COLUMNS: return MX_ROWS;
+        case NVFP4_COLUMNS: return NVFP4_ROWS;
         default: return blocks(o);
         }
     }

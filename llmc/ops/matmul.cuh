@@ -646,18 +646,21 @@ inline bool algorithm_fits(Blas& blas, const GpuProduct& g, const GpuAlgorithm& 
 }
 
 // Run a product. To cuBLASLt residual and accumulate are the same: a matrix times beta, 0 or 1.
+// factors: alpha and beta in device memory, or null.
 inline cublasStatus_t run_gpu_product(Blas& blas, const GpuProduct& g,
                                       const GpuAlgorithm& algorithm, void* out, const void* a,
                                       const void* b, const void* bias, const void* added,
-                                      cudaStream_t stream) {
+                                      cudaStream_t stream, const float* factors = nullptr) {
     // Set the bias's address, which is part of the description.
     float one = 1, zero = 0;
     if (bias)
         LLMC_CUBLAS_CHECK(cublasLtMatmulDescSetAttribute(g.what, CUBLASLT_MATMUL_DESC_BIAS_POINTER,
                                                          &bias, sizeof(bias)));
-    return cublasLtMatmul(blas.cublas, g.what, &one, b, g.b, a, g.a, added ? &one : &zero,
-                          added ? added : out, g.out, out, g.out, &algorithm.value, blas.scratch,
-                          PRODUCT_WORKSPACE, stream);
+    const float* alpha = factors ? factors : &one;
+    const float* beta = factors ? factors + 1 : added ? &one : &zero;
+    return cublasLtMatmul(blas.cublas, g.what, alpha, b, g.b, a, g.a, beta, added ? added : out,
+                          g.out, out, g.out, &algorithm.value, blas.scratch, PRODUCT_WORKSPACE,
+                          stream);
 }
 
 // Seconds of one run, the mean of several, by the GPU's clock.

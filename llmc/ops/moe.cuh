@@ -33,6 +33,7 @@
 #pragma once
 #include <algorithm>
 #include <climits>
+#include <numeric>
 #include <vector>
 #include "cuda_common.h"
 #include "fast_math.h"
@@ -397,18 +398,15 @@ inline void sort_slots(const Slots& s, const int* ids, size_t M, size_t E, Cpu w
     // Scan the counts.
     count_slots(s.counts, ids, 1, M, E, false, where);
     s.starts[0] = 0;
-    for (size_t e = 0; e < E; e++)
-        s.starts[e + 1] = s.starts[e] + s.counts[e];
+    std::partial_sum(s.counts, s.counts + E, s.starts + 1);
 
-    // Place the slots. starts[e] serves as the expert's next row, and is restored afterwards.
+    // Place the slots, each in the next row of its expert.
+    std::vector<int> next(s.starts, s.starts + E);
     for (size_t i = 0; i < M; i++) {
-        int row = s.starts[ids[i]]++;
+        int row = next[size_t(ids[i])]++;
         s.row_of[i] = row;
         s.slot_of[row] = int(i);
     }
-    for (size_t e = E; e > 0; e--)
-        s.starts[e] = s.starts[e - 1];
-    s.starts[0] = 0;
 }
 
 // Move rows between slots and tokens: xs[row] = x[the row's token], or the reverse (TO_TOKENS),

@@ -49,7 +49,7 @@ struct NewtonSchulz {
     double safety = 1;
 };
 
-// Keller Jordan's Muon, torch.optim.Muon. newton_schulz.h has other tables and scales.
+// Keller Jordan's Muon, torch.optim.Muon. plan_flags.h has other tables and scales.
 inline const NewtonSchulz SIMPLE = {"simple", std::vector(5, std::array{3.4445, -4.7750, 2.0315})};
 
 // The factor f of the orthogonalised matrix, Keller Jordan's.

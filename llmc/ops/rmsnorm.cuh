@@ -70,6 +70,20 @@ void rmsnorm_row_sums(acc_t<T>* row_sums,                            // (N)
     }
 }
 
+// Channel c of row n becomes f(c), or residual + f(c), in plain loops that vectorise.
+template <typename T, typename F>
+void write_row(T* out, const T* residual, size_t n, size_t C, F f) { // (N,C) (N,C) or null
+    auto write = [&](auto value) {
+        #pragma omp simd
+        for (size_t c = 0; c < C; c++)
+            out[n * C + c] = from_acc<T>(value(c));
+    };
+    if (residual)
+        write([&](size_t c) { return to_acc(residual[n * C + c]) + f(c); });
+    else
+        write(f);
+}
+
 // Each row is a task. rstd is kept for backward.
 template <typename T>
 void rmsnorm_forward(T* out, acc_t<T>* rstd,        // (N,C) (N)
@@ -90,18 +104,9 @@ void rmsnorm_forward(T* out, acc_t<T>* rstd,        // (N,C) (N)
         rstd[n] = r;
         if (!out) continue;
 
-        // Normalise and scale. Each branch is a plain loop, so that both vectorise.
-        T* y = out + n * C;                                                  // (C)
-        const T* residual = more.residual ? more.residual + n * C : nullptr; // (C)
-        if (residual) {
-            #pragma omp simd
-            for (size_t c = 0; c < C; c++)
-                y[c] = from_acc<T>(to_acc(residual[c]) + to_acc(x[c]) * r * more.scale(weight, c));
-        } else {
-            #pragma omp simd
-            for (size_t c = 0; c < C; c++)
-                y[c] = from_acc<T>(to_acc(x[c]) * r * more.scale(weight, c));
-        }
+        // Normalise and scale.
+        auto normed = [&](size_t c) { return to_acc(x[c]) * r * more.scale(weight, c); };
+        write_row(out, more.residual, n, C, normed);
     }
 }
 
@@ -115,10 +120,8 @@ void rmsnorm_backward(T* dinp, acc_t<T>* sums, const T* dresidual,  // (N,C) (1,
     // Take the gradient of the input, one task a row.
     #pragma omp parallel for
     for (size_t n = 0; n < N; n++) {
-        const T* d = dout + n * C;                                   // (C)
-        const T* x = inp + n * C;                                    // (C)
-        const T* residual = dresidual ? dresidual + n * C : nullptr; // (C)
-        T* dx = dinp + n * C;                                        // (C)
+        const T* d = dout + n * C; // (C)
+        const T* x = inp + n * C;  // (C)
 
         // Take the row mean of g * xhat, the part that passes through rstd.
         A r = rstd[n], sum = 0;
@@ -128,19 +131,11 @@ void rmsnorm_backward(T* dinp, acc_t<T>* sums, const T* dresidual,  // (N,C) (1,
         // row_sums were taken over x, not over xhat: multiply by rstd here.
         A mean_gx = more.mean(n, sum, C) * (more.row_sums ? r : 1);
 
-        // Add the norm's own gradient to the residual's, in loops that vectorise.
+        // Add the norm's own gradient to the residual's.
         auto gradient = [&](size_t c) {
             return r * (to_acc(d[c]) * more.scale(weight, c) - to_acc(x[c]) * r * mean_gx);
         };
-        if (residual) {
-            #pragma omp simd
-            for (size_t c = 0; c < C; c++)
-                dx[c] = from_acc<T>(to_acc(residual[c]) + gradient(c));
-        } else {
-            #pragma omp simd
-            for (size_t c = 0; c < C; c++)
-                dx[c] = from_acc<T>(gradient(c));
-        }
+        write_row(dinp, dresidual, n, C, gradient);
     }
 
     // Sum dout * xhat over the rows.

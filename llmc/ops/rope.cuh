@@ -134,45 +134,39 @@ LLMC_HD inline size_t rope_place(const RopeHeads<T>& x, const int* positions, si
 // ----------------------------------------------------------------------------
 // CPU
 
-// Rotate forward (direction 1) or back (direction -1).
+// Rotate queries, then keys, forward (direction 1) or back (direction -1).
 template <typename T>
-void rope_rotate(const RopeHeads<T>& x, const int* positions, // (N)
-                 const acc_t<T>* table,                       // (P, HS/2, 2)
-                 size_t N, size_t HS, acc_t<T> direction) {
+void rope_rotate(RopeHeads<T> q, RopeHeads<T> k, const int* positions, // (N)
+                 const acc_t<T>* table,                                // (P, HS/2, 2)
+                 size_t N, size_t HS, acc_t<T> direction, Cpu) {
     typedef acc_t<T> A;
     size_t half = HS / 2;
-    size_t head_stride = x.head_stride ? x.head_stride : HS;
-    size_t step = x.neighbours ? 2 : 1;
-    size_t apart = x.neighbours ? 1 : half;
-    #pragma omp parallel for
-    for (size_t n = 0; n < N; n++) {
-        // All heads of a row are at the same position and share its cosines and sines.
-        const A* turn = table + rope_place(x, positions, n) * HS; // (HS/2, 2)
+    for (const RopeHeads<T>& x : {q, k}) {
+        size_t head_stride = x.head_stride ? x.head_stride : HS;
+        size_t step = x.neighbours ? 2 : 1;
+        size_t apart = x.neighbours ? 1 : half;
+        #pragma omp parallel for
+        for (size_t n = 0; n < N; n++) {
+            // All heads of a row are at the same position and share its cosines and sines.
+            const A* turn = table + rope_place(x, positions, n) * HS; // (HS/2, 2)
 
-        // Rotate the pairs of every head.
-        for (size_t h = 0; h < x.NH; h++) {
-            T* head = x.rows + n * x.row_stride + h * head_stride; // (HS)
-            for (size_t i = 0; i < half; i++) {
-                T& first = head[i * step];
-                T& second = head[i * step + apart];
-                A a = to_acc(first);
-                A b = to_acc(second);
-                // The direction changes only the sign of the sine: cos is even.
-                A c = turn[2 * i];
-                A s = direction * turn[2 * i + 1];
-                first = from_acc<T>(a * c - b * s);
-                second = from_acc<T>(b * c + a * s);
+            // Rotate the pairs of every head.
+            for (size_t h = 0; h < x.NH; h++) {
+                T* head = x.rows + n * x.row_stride + h * head_stride; // (HS)
+                for (size_t i = 0; i < half; i++) {
+                    T& first = head[i * step];
+                    T& second = head[i * step + apart];
+                    A a = to_acc(first);
+                    A b = to_acc(second);
+                    // The direction changes only the sign of the sine: cos is even.
+                    A c = turn[2 * i];
+                    A s = direction * turn[2 * i + 1];
+                    first = from_acc<T>(a * c - b * s);
+                    second = from_acc<T>(b * c + a * s);
+                }
             }
         }
     }
-}
-
-// Rotate the queries, then the keys.
-template <typename T>
-void rope_rotate(RopeHeads<T> q, RopeHeads<T> k, const int* positions, const acc_t<T>* table,
-                 size_t N, size_t HS, acc_t<T> direction, Cpu) {
-    for (const RopeHeads<T>& x : {q, k})
-        rope_rotate(x, positions, table, N, HS, direction);
 }
 
 // ----------------------------------------------------------------------------

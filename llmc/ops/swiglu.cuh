@@ -26,24 +26,18 @@ template <typename T>
 void swiglu_forward(T* out, const T* gate, const T* up, size_t n, Cpu, // (n) (n) (n)
                     Gate kind = Gate::SILU) {
     typedef acc_t<T> A;
-    // GeGLU: GELU of the gate, in its tanh form.
-    if (kind == Gate::GELU) {
+    auto multiply = [&](auto activation) {
         #pragma omp parallel for simd
-        for (size_t i = 0; i < n; i++) {
-            // gelu_at also returns the slope, which the compiler drops here.
-            GeluAt<A> gelu = gelu_at(to_acc(gate[i]));
-            out[i] = from_acc<T>(gelu.value * to_acc(up[i]));
-        }
-        return;
-    }
+        for (size_t i = 0; i < n; i++)
+            out[i] = from_acc<T>(activation(to_acc(gate[i])) * to_acc(up[i]));
+    };
 
-    // SwiGLU: the gate times its sigmoid s, which lies in (0, 1), times up.
-    #pragma omp parallel for simd
-    for (size_t i = 0; i < n; i++) {
-        A g = to_acc(gate[i]);
-        A s = 1 / (1 + fast_exp(-g));
-        out[i] = from_acc<T>(g * s * to_acc(up[i]));
-    }
+    // GeGLU: gelu_at also returns the slope, which the compiler drops here. SwiGLU: the gate times
+    // its sigmoid, which lies in (0, 1).
+    if (kind == Gate::GELU)
+        multiply([](A g) { return gelu_at(g).value; });
+    else
+        multiply([](A g) { return g * (1 / (1 + fast_exp(-g))); });
 }
 
 // Outputs may overwrite inputs: every input of an element is read before any output is written.

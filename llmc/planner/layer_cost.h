@@ -256,10 +256,11 @@ inline double cast_seconds(const CostModel& c, const Plan& p, const Model& model
         }
     }
 
-    // A scale of a whole operand wants its largest number first. Codes take a byte, and values that
-    // stand in for them as much as before.
-    double read = c.element * (fp8 == Fp8::TENSOR ? 2 : 1);
-    double written = codes_rate(c, fp8) > 0 ? 1 : c.element;
+    // A scale of a whole operand wants its largest number first. Codes take a byte or half of one,
+    // and values that stand in for them as much as before.
+    double read = c.element * (fp8 == Fp8::TENSOR || fp8 == Fp8::NVFP4 ? 2 : 1);
+    double code = fp8 == Fp8::NVFP4 ? 0.5 : 1;
+    double written = codes_rate(c, fp8) > 0 ? code : c.element;
     return (read + written) * elements / c.machine.memory_rate();
 }
 

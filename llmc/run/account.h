@@ -11,7 +11,6 @@
 //   A kind that begins ends the one before, so the seconds add up to the time since the start. The
 //   account also counts the steps that a killed run had done and that this one does again.
 #pragma once
-#include "../comm/comm.h"
 #include "../comm/rank_status.h"
 #include "../streams.h"
 #include "../comm/text.h"
@@ -70,8 +69,7 @@ inline std::string account_text(Account account) {
     std::vector<std::pair<double, const char*>> shares;
     for (size_t i = 0; i < WORK_NAMES.size(); i++)
         shares.push_back({account.seconds[i] / account.total(), WORK_NAMES[i]});
-    std::stable_sort(shares.begin(), shares.end(),
-                     [](const auto& a, const auto& b) { return a.first > b.first; });
+    std::ranges::stable_sort(shares, std::greater<>(), [](const auto& x) { return x.first; });
 
     // Write the total, then the shares.
     std::string text = duration_text(account.total());
@@ -128,8 +126,7 @@ inline void profile_add(Profile& p, const std::vector<TimedAction>& actions, dou
 
     // Find each action's row. There are about twenty kinds, so a linear search is fast enough.
     for (const TimedAction& a : actions) {
-        auto same = [&](const ProfileRow& row) { return row.kind == a.kind; };
-        auto row = std::find_if(p.rows.begin(), p.rows.end(), same);
+        auto row = std::ranges::find(p.rows, a.kind, &ProfileRow::kind);
         if (row == p.rows.end())
             row = p.rows.insert(row, {a.kind});
         row->count++;
@@ -143,8 +140,7 @@ inline std::string profile_text(Profile p, const std::string& title) {
     double left = p.seconds;
     for (const ProfileRow& row : p.rows)
         left -= row.seconds;
-    std::stable_sort(p.rows.begin(), p.rows.end(),
-                     [](auto& a, auto& b) { return a.seconds > b.seconds; });
+    std::ranges::stable_sort(p.rows, std::greater<>(), &ProfileRow::seconds);
     p.rows.push_back({"between", p.steps, left});
 
     // Times are in milliseconds: a step's actions take from thousandths to thousands.

@@ -272,6 +272,7 @@ inline void keep_chat(Run& run) {
 inline void prepare_export(Run& run) {
     const Config& c = run.config;
     const Tokenizer& t = run.tokenizer;
+    ExportTokenizer& e = run.exports.tokenizer;
     std::error_code none;
 
     // Refuse to overwrite the weights that this run reads.
@@ -281,11 +282,11 @@ inline void prepare_export(Run& run) {
 
     // Choose the tokens that begin and end a text; without the tokenizer only GPT-2's are known.
     bool known = vocab_matches(run);
-    run.exports.tokenizer.eos = known ? t.eot : run.shape.V == 50257 ? 50256 : -1;
+    e.eos = known ? t.eot : run.shape.V == 50257 ? 50256 : -1;
     int begin = begin_token(t);
-    run.exports.tokenizer.bos = known && begin >= 0 ? begin : run.exports.tokenizer.eos;
+    e.bos = known && begin >= 0 ? begin : e.eos;
     if (known && begin < 0 && !t.ends.empty())
-        run.exports.tokenizer.bos = -1; // the tokenizer's folder names an end, and no beginning
+        e.bos = -1; // the tokenizer's folder names an end, and no beginning
 
     // Check what the format requires: a file of llm.c's, of llama.cpp's, or a folder.
     if (is_model_file(c.export_dir))
@@ -300,21 +301,21 @@ inline void prepare_export(Run& run) {
     }
 
     // Export the model even if its tokenizer cannot be exported, but print why.
-    std::string why = known ? tokenizer_files(&run.exports.tokenizer.files, t, run.shape.P)
+    std::string why = known ? tokenizer_files(&e.files, t, run.shape.P)
                             : "--tokenizer " + c.tokenizer + " is not the model's";
     if (!why.empty())
         say(run, "--export writes no tokenizer.json: ", why, "\n");
     keep_for_export(run);
     if (!c.add_tokens.empty())
-        or_die(add_tokens_to_files(&run.exports.tokenizer, t, c.add_tokens));
+        or_die(add_tokens_to_files(&e, t, c.add_tokens));
     keep_chat(run);
 
     // Adapters take the tokenizer with them only where they change how it is used.
-    if (exports_adapters(run) && !run.exports.tokenizer.files.count("chat_template.jinja"))
-        run.exports.tokenizer.files.clear();
+    if (exports_adapters(run) && !e.files.count("chat_template.jinja"))
+        e.files.clear();
     if (exports_adapters(run))
-        run.exports.tokenizer.files.erase("generation_config.json"); // nobody looks for it there
-    or_die(hf_export_check(run.shape, c.export_dir, run.exports.tokenizer.files));
+        e.files.erase("generation_config.json"); // nobody looks for it there
+    or_die(hf_export_check(run.shape, c.export_dir, e.files));
     if (is_first_rank(run))
         or_die(try_folder("export", c.export_dir));
 

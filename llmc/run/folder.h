@@ -444,7 +444,7 @@ inline void set_newer_aside(Run& run, const std::vector<int64_t>& broken) {
     for (int64_t step : is_first_rank(run) ? checkpoint_steps(out) : std::vector<int64_t>()) {
         if (step <= run.step || !wrong.empty())
             continue;
-        bool is_broken = std::count(broken.begin(), broken.end(), step) > 0;
+        bool is_broken = std::ranges::count(broken, step) > 0;
         std::string name;
         wrong = set_aside(out, step, is_broken ? ".broken" : ".newer", &name);
         if (wrong.empty())
@@ -494,27 +494,14 @@ inline void open_buddies(Run& run) {
     or_die_on_all_ranks(run, first_error(run.world, wrong));
 }
 
-// Load the save in memory if --out has no newer one. Returns false if there is none to load.
-template <typename T, typename S>
-bool resume_from_memory(Run& run, Trainer<T, S>& t, CheckpointInfo* info,
-                        std::vector<std::string>* notes, std::string* wrong) {
-    const Config& c = run.config;
-    if (!run.saves.buddies || c.resume_step >= 0)
-        return false;
-    // If both hold the same step, take memory's: it is read faster, and the files on disk have not
-    // been checked yet.
-    std::vector<int64_t> saved = first_ranks_steps(run.world, c.out);
-    int64_t newest = saved.empty() ? -1 : saved[0];
-    return buddy_load(t, *run.saves.buddies, info, run_of(c), newest - 1, notes, wrong);
-}
-
 // Continue from a checkpoint of --out, whatever layout it was written with. Returns false if
 // there is none and a new run begins. Newer checkpoints are renamed only after these weights
 // have been checked.
 template <typename T, typename S>
 bool resume(Run& run, Trainer<T, S>& t) {
     const Config& c = run.config;
-    bool saved = !first_ranks_steps(run.world, c.out).empty();
+    std::vector<int64_t> steps = first_ranks_steps(run.world, c.out);
+    bool saved = !steps.empty();
     if (run.saves.buddies)
         saved |= !buddy_steps(run.world, *run.saves.buddies, -1).empty();
     if (!saved && c.resume_step < 0 && writes_folder(c)) {
@@ -522,12 +509,16 @@ bool resume(Run& run, Trainer<T, S>& t) {
         return false;
     }
 
-    // Load the checkpoint, from memory where that is at least as new.
+    // Load the checkpoint. If memory holds the same step, take that: it is read faster, and the
+    // files on disk have not been checked yet.
     CheckpointInfo info;
     info.base = run.saves.base;
     std::vector<std::string> notes;
     std::string wrong;
-    bool in_memory = resume_from_memory(run, t, &info, &notes, &wrong);
+    int64_t newest = steps.empty() ? -1 : steps[0];
+    bool looks = run.saves.buddies && c.resume_step < 0;
+    bool in_memory = looks && buddy_load(t, *run.saves.buddies, &info, run_of(c), newest - 1,
+                                         &notes, &wrong);
     if (!in_memory)
         wrong = checkpoint_load(t, &info, c.out, &notes, c.resume_step);
     for (const std::string& text : notes)

@@ -348,7 +348,7 @@ std::string trace_bad_value(Run& run, Trainer<T, S>& t) {
     std::vector<int64_t> all(run.world.size);
     all_gather(run.world, all.data(), &when, 1, Cpu{});
     std::vector<std::string> texts = gather_texts(run.world, what);
-    return texts[size_t(std::min_element(all.begin(), all.end()) - all.begin())];
+    return texts[size_t(std::ranges::min_element(all) - all.begin())];
 }
 
 } // namespace llmc

@@ -21,7 +21,6 @@
 #include "../layout.h"
 #include "../model.h"
 #include "../recompute.h"
-#include "../offload.h"
 #include "../ops/types.h"
 #include "../pipeline.h"
 #include "../planner/activations.h"

@@ -40,16 +40,6 @@ struct Buddies {
     bool is_first(int rank) const { return machine_of[size_t(rank)] == rank; }
 };
 
-// The ranks on a rank's machine, in the order of the world, this rank among them.
-inline std::vector<int> ranks_beside(const Buddies& b, int rank) {
-    std::vector<int> ranks;
-    int machine = b.machine_of[size_t(rank)];
-    for (size_t r = 0; r < b.machine_of.size(); r++)
-        if (b.machine_of[r] == machine)
-            ranks.push_back(int(r));
-    return ranks;
-}
-
 // DIR as this rank has it: %r becomes the rank's number.
 inline std::string buddy_folder(std::string dir, int rank) {
     size_t at = dir.find("%r");
@@ -103,7 +93,7 @@ inline std::string make_buddies(const Comm& world, const std::string& dir, Buddi
     std::string mine = concat(boot_name(), " ", s.st_dev, " ", s.st_ino);
     std::vector<std::string> all = gather_texts(world, mine);
     for (const std::string& place : all) {
-        auto first = std::find(all.begin(), all.end(), place);
+        auto first = std::ranges::find(all, place);
         b->machine_of.push_back(int(first - all.begin()));
     }
     b->buddy_of = choose_buddies(b->machine_of);
@@ -159,6 +149,16 @@ inline std::string keep_others_files(const Comm& world, const Buddies& b, const 
     return wrong;
 }
 
+// Remove all saves but that of step `kept`. Without one, a run has ended and is on disk, or a new
+// one takes the folder.
+inline void remove_buddies(const Comm& world, const Buddies& b, int64_t kept = -1) {
+    // Only the first rank removes: the others of its machine see the same folder.
+    if (!b.is_first(world.rank)) return;
+    for (int64_t step : checkpoint_steps(b.folder))
+        if (step != kept)
+            remove_checkpoint(b.folder + "/" + step_folder(step));
+}
+
 // Save in the memory of this machine and of the next. Returns "" or why there is no
 // save. All ranks call.
 template <typename T, typename S>
@@ -178,19 +178,8 @@ std::string buddy_save(const Trainer<T, S>& t, const Buddies& b, const Checkpoin
     // 3. Give the save its name on each machine. Once all have done so, remove the one before.
     Written written = exchange_written(world, save, wrong);
     wrong = first_error(world, first ? name_checkpoint(save, written) : "");
-    if (!first || !wrong.empty()) return wrong;
-    for (int64_t step : checkpoint_steps(save.out))
-        if (step != info.step)
-            remove_checkpoint(save.out + "/" + step_folder(step));
-    return "";
-}
-
-// Remove all saves: either a run has ended and is on disk, or a new run begins.
-inline void remove_buddies(const Comm& world, const Buddies& b) {
-    // Only the first rank removes: the others of its machine see the same folder.
-    if (!b.is_first(world.rank)) return;
-    for (int64_t step : checkpoint_steps(b.folder))
-        remove_checkpoint(b.folder + "/" + step_folder(step));
+    if (wrong.empty()) remove_buddies(world, b, info.step);
+    return wrong;
 }
 
 // ----------------------------------------------------------------------------
@@ -233,8 +222,8 @@ inline std::string find_buddy_files(const Comm& world, const Buddies& b, int64_t
 
     // Verify the files that lie here; the ranks of a machine share out the work.
     const Json& files = (*manifest)["files"];
-    std::vector<int> here = ranks_beside(b, world.rank);
-    auto me = std::find(here.begin(), here.end(), world.rank);
+    std::vector<int> here = ranks_on({b.machine_of}, b.machine_of[size_t(world.rank)]);
+    auto me = std::ranges::find(here, world.rank);
     size_t place = size_t(me - here.begin());
     std::vector<int64_t> first(files.size());
 

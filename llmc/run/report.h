@@ -2,7 +2,6 @@
 #pragma once
 #include "../action.h"
 #include "../comm/comm.h"
-#include "../comm/group.h"
 #include "../comm/rank_status.h"
 #include "../io/checkpoint.h"
 #include "../io/config.h"
@@ -24,7 +23,6 @@
 #include "../ops/matmul.cuh"
 #include "../ops/types.h"
 #include "../pipeline.h"
-#include "../planner/calibrate.h"
 #include "../planner/cost.h"
 #include "../planner/layer_cost.h"
 #include "../planner/machine_here.h"

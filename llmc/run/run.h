@@ -39,8 +39,7 @@
 
 namespace llmc {
 
-struct Buddies;   // memory_checkpoint.h
-struct MergeSums; // io/huggingface.h
+struct Buddies; // memory_checkpoint.h
 
 // ----------------------------------------------------------------------------
 // losses and norms far above their recent mean are noted; a run that has blown up

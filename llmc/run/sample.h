@@ -11,7 +11,6 @@
 #include <poll.h>
 #include "../adapters.h"
 #include "../comm/comm.h"
-#include "../comm/group.h"
 #include "../comm/rank_status.h"
 #include "../io/chat.h"
 #include "../io/config.h"
@@ -92,13 +91,8 @@ inline std::vector<std::string> read_prompts(const Run& run) {
         text.assign(std::istreambuf_iterator<char>(std::cin), {});
     text = broadcast_text(run.world, text, 0); // only the first rank can read standard input
 
-    std::vector<std::string> prompts;
-    std::istringstream lines(text);
-    for (std::string line; std::getline(lines, line);) {
-        if (line.ends_with('\r'))
-            line.pop_back();
-        if (!line.empty()) prompts.push_back(line);
-    }
+    std::vector<std::string> prompts = lines_of(text);
+    std::erase(prompts, "");
     return prompts;
 }
 
@@ -338,8 +332,8 @@ inline std::string read_prompt(const Run& run, const OrderedJson& line, Prompt* 
 // Read the prompts of --prompts: "" or an error that names the first line that cannot be continued.
 inline std::string read_prompt_file(const Run& run, std::vector<Prompt>* prompts) {
     const std::string& path = run.config.prompts;
-    std::string bytes, wrong = read_whole_file(path, &bytes);
-    if (!wrong.empty()) return wrong;
+    std::string bytes;
+    LLMC_TRY(read_whole_file(path, &bytes));
     LineCounts counts;
     auto add = [&](const OrderedJson& line) {
         return read_prompt(run, line, &prompts->emplace_back());

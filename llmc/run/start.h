@@ -146,13 +146,6 @@ inline void join_processes(Run& run, RankInfo* info, int* argc, char*** argv) {
         run.world = mpi_join(*info, argc, argv);
 }
 
-// Leave the other processes. Communicators must be freed before MPI ends.
-inline void leave_processes(Run& run) {
-    bool joined = run.world.mpi != nullptr;
-    run.world = {}; // frees its group
-    if (joined) mpi_leave();
-}
-
 // Make OpenMP's threads spin only briefly. Threads spin while they wait, and when another program
 // needs cores too, the spinning ones take them from those that work: a step of 13 ms then took 557
 // on average (dev/LOG.md). OpenMP reads the limit when its library is loaded, so the program sets
@@ -199,7 +192,11 @@ inline int start_program(const char* name, bool (*command)(Run&), int argc, char
     // Let training outlive who reads its lines, as in `| head` or a tee that Ctrl-C has ended.
     if (has_training(c)) signal(SIGPIPE, SIG_IGN);
     bool good = !page.empty() || command(run);
-    leave_processes(run);
+
+    // Leave the other processes. Communicators must be freed before MPI ends.
+    bool joined = run.world.mpi != nullptr;
+    run.world = {}; // frees its group
+    if (joined) mpi_leave();
 
     // After a signal, exit as shells report it: 128 plus the signal's number.
     if (run.end.stopped) return 128 + run.end.stopped;

@@ -46,8 +46,7 @@ inline std::string peft_config_path(const std::string& folder) {
 // Whether a key asks for something: null, false, "", [] and {} do not. PEFT writes all of its keys,
 // also those that it does not use.
 inline bool asks(const Json& j, const char* key) {
-    if (!j.contains(key) || j[key].is_null())
-        return false;
+    if (!json_has(j, key)) return false;
     const Json& value = j[key];
     if (value.is_boolean())
         return value.get<bool>();
@@ -577,7 +576,7 @@ inline std::string parse_named_folders(const std::string& flag, std::vector<Name
 
         // A name is a word of its own, and its owner can be found only once.
         auto good = [](unsigned char c) { return isalnum(c) || strchr("_-.", c); };
-        if (!std::all_of(f.name.begin(), f.name.end(), good))
+        if (!std::ranges::all_of(f.name, good))
             return concat("--adapters: the name ", printable(f.name),
                           " has more than letters, digits, _, - and .: choose another one");
         for (const NamedFolder& other : *folders)

@@ -15,14 +15,12 @@ namespace llmc {
 
 // The files that hold a model's weights, in alphabetical order.
 inline std::vector<std::string> weight_files(const std::string& model) {
-    std::error_code none;
-    if (!std::filesystem::is_directory(model, none))
-        return {model};
+    if (file_type(model) != S_IFDIR) return {model};
     std::vector<std::string> files;
     for (const std::string& name : names_in(model))
         if (name.ends_with(".safetensors"))
             files.push_back(model + "/" + name);
-    std::sort(files.begin(), files.end());
+    std::ranges::sort(files);
     return files;
 }
 

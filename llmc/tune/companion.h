@@ -63,11 +63,10 @@ inline std::string check_same_tokens(const Run& run, const Shape& shape, const c
     const std::string fix = concat(": give a ", flag + 2, " that has the model's tokenizer");
     std::string file = file_type(d.model) == S_IFDIR ? tokenizer_in(d.model) : d.tokenizer;
     bool compares = !file.empty() && vocab_matches(run);
-    if (!compares && shape.V != run.shape.V)
+    if (!compares && shape.V == run.shape.V) return "";
+    if (!compares)
         return concat(flag, " ", name, " has ", shape.V, " tokens, and ", c.model, " ",
                       run.shape.V, fix);
-    if (!compares)
-        return "";
 
     // Each token must stand for the same text, special tokens included.
     Tokenizer own;

@@ -31,9 +31,7 @@ namespace llmc {
 
 // Read a string of an object. If the key is missing and not needed, `text` stays as it is.
 inline std::string take_string(const Json& j, const char* key, bool needed, std::string* text) {
-    bool none = !j.contains(key) || j[key].is_null();
-    if (none && !needed)
-        return "";
+    if (!needed && !json_has(j, key)) return "";
     if (!j.contains(key) || !j[key].is_string())
         return concat("has no string \"", key, "\"");
     *text = j[key].get<std::string>();
@@ -272,8 +270,7 @@ inline std::vector<int> marked_tokens(const ChatTokens& c, size_t T, Conversatio
 inline std::vector<int> pack_windows(std::vector<std::vector<int>> conversations, size_t T,
                                      int padding) {
     // Sort the longest first; equals keep their order.
-    auto longer = [](const auto& a, const auto& b) { return a.size() > b.size(); };
-    std::stable_sort(conversations.begin(), conversations.end(), longer);
+    std::ranges::stable_sort(conversations, std::greater<>(), std::ranges::size);
 
     // Put each where the least room is left, or into a new window.
     std::vector<std::vector<int>> windows;
@@ -354,7 +351,7 @@ inline std::string pair_tokens(const Chat& chat, const Json& line, LineParts& pa
     // Leave out a pair that does not fit.
     tokens->clear();
     for (const ChatTokens* c : {&chosen, &rejected})
-        if (std::count(c->trained.begin(), c->trained.end(), true) == 0)
+        if (std::ranges::count(c->trained, true) == 0)
             return concat(c == &chosen ? "chosen" : "rejected", " has no answer that the other "
                           "has not: end both with an answer of the assistant");
     if (chosen.tokens.size() + rejected.tokens.size() > T) {
@@ -444,7 +441,7 @@ inline LineSource line_source(const Chat& chat, const std::string& loss,
     auto reads = [&](const DataKind& kind) {
         return kind.losses.find(" " + loss + " ") != kind.losses.npos;
     };
-    auto found = std::find_if(kinds.begin(), kinds.end(), reads);
+    auto found = std::ranges::find_if(kinds, reads);
     const DataKind& kind = found == kinds.end() ? kinds.front() : *found;
     auto pack = [&chat, kind](std::string_view text, size_t line, const std::string& path,
                               size_t T) {

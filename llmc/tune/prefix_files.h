@@ -35,8 +35,7 @@ constexpr const char* PREFIX_TENSOR = "prompt_embeddings";
 enum class BeforeText { NOTHING, PREFIX, PROMPT };
 inline BeforeText before_text(const std::string& folder) {
     Json j;
-    std::string wrong = folder.empty() ? "none" : read_json(peft_config_path(folder), &j);
-    if (!wrong.empty() || !j.is_object())
+    if (folder.empty() || !read_json(peft_config_path(folder), &j).empty())
         return BeforeText::NOTHING;
     Json type = j.value("peft_type", Json());
     if (type == "PREFIX_TUNING") return BeforeText::PREFIX;

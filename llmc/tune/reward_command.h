@@ -23,6 +23,7 @@
 #include <cstring>
 #include <sstream>
 #include "../comm/rank_status.h"
+#include "../io/files.h"
 #include "../io/json.h"
 #include "../comm/text.h"
 
@@ -277,7 +278,7 @@ inline std::string command_rewards(const std::string& command, double seconds,
     // Tokens may break characters apart: bytes that are no UTF-8 become U+FFFD.
     std::string input, output;
     for (const Json& answer : answers)
-        input += answer.dump(-1, ' ', false, Json::error_handler_t::replace) + "\n";
+        input += json_text(answer);
     size_t most = (size_t(1) << 20) + 4096 * answers.size();
     std::string wrong = run_program(command, input, seconds, most, &output);
     if (wrong.empty())

@@ -126,11 +126,8 @@ inline std::string check_wanted(const std::string& verifier, const std::string& 
 inline size_t equal_groups(const std::vector<double>& rewards, size_t group) {
     size_t equal = 0;
     for (size_t first = 0; first < rewards.size(); first += group) {
-        // Count the rewards at the group's beginning that equal the first.
-        size_t same = 1;
-        while (same < group && rewards[first + same] == rewards[first])
-            same++;
-        equal += same == group;
+        const double* r = rewards.data() + first;
+        equal += size_t(std::count(r, r + group, *r)) == group;
     }
     return equal;
 }

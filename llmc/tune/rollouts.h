@@ -55,22 +55,21 @@ inline std::string read_exercise(const Json& line, const Chat& chat, size_t T,
 inline std::string read_exercises(const std::string& files, const Chat& chat, size_t T,
                                   const std::string& verifier, std::vector<Exercise>* exercises) {
     std::vector<std::string> paths;
-    std::string wrong = data_paths(files, &paths);
-    for (size_t i = 0; i < paths.size() && wrong.empty(); i++) {
-        const std::string& path = paths[i];
+    LLMC_TRY(data_paths(files, &paths));
+    for (const std::string& path : paths) {
         if (!path.ends_with(".jsonl"))
             return no_json_lines(path);
 
         // Report the first bad line of the first bad file.
         std::string bytes;
         LineCounts counts;
-        wrong = read_whole_file(path, &bytes);
+        LLMC_TRY(read_whole_file(path, &bytes));
         read_records(bytes, 1, path, &counts, [&](const Json& line) {
             return read_exercise(line, chat, T, verifier, &exercises->emplace_back());
         });
-        if (wrong.empty()) wrong = counts.first_malformed;
+        LLMC_TRY(counts.first_malformed);
     }
-    return wrong.empty() && exercises->empty() ? paths[0] + ": holds no prompt" : wrong;
+    return exercises->empty() ? paths[0] + ": holds no prompt" : "";
 }
 
 // The exercise that is number i of a run.

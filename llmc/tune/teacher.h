@@ -50,14 +50,6 @@ void teacher_place(Teacher<T, S>& teacher, const Shape& shape, const PlanOptions
     teacher.norm_bytes = has_head ? rows * shape.C * sizeof(T) : 0;
 }
 
-// The last action of a plan that runs a model's head.
-inline int head_action(const Plan& p, int head) {
-    int at = int(p.actions.size()) - 1;
-    while (at > 0 && p.actions[at].layer != head)
-        at--;
-    return at;
-}
-
 // Copy what the head's norm gave for a micro-batch, and remember the head for the student.
 template <typename T, typename S>
 void keep_norm(Teacher<T, S>& teacher, const Action& a) {
@@ -109,9 +101,11 @@ void teacher_forward(Teacher<T, S>& teacher, Trainer<T, S>& student) {
 
     // A later action may have taken the head's scratch for its own: give it back.
     if (teacher.head.blas) {
-        t.at = head_action(t.plans[0], t.model.head());
-        bind_scratch(t, t.model.head());
-        t.at = int(t.plans[0].actions.size()) - 1;
+        int head = t.model.head(), end = t.at; // the last action
+        while (t.at > 0 && t.plans[0].actions[t.at].layer != head)
+            t.at--;
+        bind_scratch(t, head);
+        t.at = end;
     }
     student.ctx.teacher = &teacher.head;
 }

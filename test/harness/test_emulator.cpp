@@ -337,16 +337,26 @@ template <bool BUG> void load_into_a_slot_in_use(float* out) {
         }
     }
 }
-template <bool BUG> void wrong_bytes(float* out) {
-    unsigned char* tile = dynamic_shared();
+// One load of a tile, whose barrier expects these bytes, and may get an arrival too many.
+void load_once(float* out, unsigned char* tile, int bytes, bool arrives = false) {
     LLMC_SHARED(uint64_t, bar, 1);
     CUtensorMap map = tensor_to_load(out, bar);
     if (threadIdx.x == 0) {
-        mbar_expect_tx(bar, BUG ? 1040 : 1024);
+        mbar_expect_tx(bar, bytes);
+        if (arrives) mbar_arrive(bar);
         tma_load_4d(tile, &map, bar, 0, 0, 0, 0);
     }
     mbar_wait(bar, 0);
     out[threadIdx.x] = number_at(tile, 1, int(threadIdx.x));
+}
+template <bool BUG> void wrong_bytes(float* out) {
+    load_once(out, dynamic_shared(), BUG ? 1040 : 1024);
+}
+template <bool BUG> void too_many_arrivals(float* out) {
+    load_once(out, dynamic_shared(), 1024, BUG);
+}
+template <bool BUG> void unaligned_tile(float* out) {
+    load_once(out, dynamic_shared() + (BUG ? 512 : 0), 1024);
 }
 template <bool BUG> void no_init_fence(float* out) {
     LLMC_SHARED(uint64_t, bar, 1);
@@ -377,18 +387,6 @@ template <bool BUG> void init_without_barrier(float* out) {
     if (threadIdx.x > 0 && BUG) __syncwarp(1u << threadIdx.x % 32), mbar_wait(bar, 0);
     out[threadIdx.x] = 1;
 }
-template <bool BUG> void too_many_arrivals(float* out) {
-    LLMC_SHARED(uint64_t, bar, 1);
-    unsigned char* tile = dynamic_shared();
-    CUtensorMap map = tensor_to_load(out, bar);
-    if (threadIdx.x == 0) {
-        mbar_expect_tx(bar, 1024);
-        if (BUG) mbar_arrive(bar);
-        tma_load_4d(tile, &map, bar, 0, 0, 0, 0);
-    }
-    mbar_wait(bar, 0);
-    out[threadIdx.x] = number_at(tile, 1, int(threadIdx.x));
-}
 template <bool BUG> void load_in_flight_at_end(float* out) {
     unsigned char* tile = dynamic_shared();
     LLMC_SHARED(uint64_t, bar, 1);
@@ -400,17 +398,6 @@ template <bool BUG> void load_in_flight_at_end(float* out) {
     }
     out[threadIdx.x] = 1;
 }
-template <bool BUG> void unaligned_tile(float* out) {
-    unsigned char* tile = dynamic_shared() + (BUG ? 512 : 0);
-    LLMC_SHARED(uint64_t, bar, 1);
-    CUtensorMap map = tensor_to_load(out, bar);
-    if (threadIdx.x == 0) {
-        mbar_expect_tx(bar, 1024);
-        tma_load_4d(tile, &map, bar, 0, 0, 0, 0);
-    }
-    mbar_wait(bar, 0);
-    out[threadIdx.x] = 1;
-}
 
 // ----------------------------------------------------------------------------
 // stores
@@ -420,15 +407,24 @@ void write_tile(unsigned char* tile, float x) {
     for (int i = int(threadIdx.x); i < 8 * 64; i += int(blockDim.x))
         reinterpret_cast<bf16*>(tile)[i] = from_acc<bf16>(x + float(i % 64));
 }
-// Only one thread fences, but the others' writes need fences of their own.
-template <bool BUG> void store_with_one_fence(float* out) {
+// Store a tile. Each thread says whether it fences; the first one, whether it commits and waits.
+void store_once(float* out, bool fences, bool commits, bool waits) {
     unsigned char* tile = dynamic_shared();
     CUtensorMap map = map_of(out);
     write_tile(tile, 1);
-    if (!BUG || threadIdx.x == 0) fence_async_smem();
+    if (fences) fence_async_smem();
     __syncthreads();
-    if (threadIdx.x == 0) tma_store_4d(&map, tile, 0, 0, 0, 0), bulk_commit(), bulk_wait<0>();
+    if (threadIdx.x > 0) return;
+    tma_store_4d(&map, tile, 0, 0, 0, 0);
+    if (commits) bulk_commit();
+    if (waits) bulk_wait_read<0>();
 }
+// Only one thread fences, but the others' writes need fences of their own.
+template <bool BUG> void store_with_one_fence(float* out) {
+    store_once(out, !BUG || threadIdx.x == 0, true, true);
+}
+template <bool BUG> void store_not_waited_for(float* out) { store_once(out, true, true, !BUG); }
+template <bool BUG> void store_not_committed(float* out) { store_once(out, true, !BUG, true); }
 // The second tile overwrites the first while its store may still read it.
 template <bool BUG> void source_changes_under_a_store(float* out) {
     unsigned char* tile = dynamic_shared();
@@ -442,29 +438,6 @@ template <bool BUG> void source_changes_under_a_store(float* out) {
             if (!BUG || i == 1) bulk_wait_read<0>();
         }
         __syncthreads();
-    }
-}
-template <bool BUG> void store_not_waited_for(float* out) {
-    unsigned char* tile = dynamic_shared();
-    CUtensorMap map = map_of(out);
-    write_tile(tile, 1);
-    fence_async_smem();
-    __syncthreads();
-    if (threadIdx.x == 0) {
-        tma_store_4d(&map, tile, 0, 0, 0, 0), bulk_commit();
-        if (!BUG) bulk_wait_read<0>();
-    }
-}
-template <bool BUG> void store_not_committed(float* out) {
-    unsigned char* tile = dynamic_shared();
-    CUtensorMap map = map_of(out);
-    write_tile(tile, 1);
-    fence_async_smem();
-    __syncthreads();
-    if (threadIdx.x == 0) {
-        tma_store_4d(&map, tile, 0, 0, 0, 0);
-        if (!BUG) bulk_commit();
-        bulk_wait<0>();
     }
 }
 // bulk_wait_read() says that the source has been read, not that the sum has arrived.
@@ -513,6 +486,13 @@ void begin_product(float (&d)[32], const Operands& x, bool adds = false) {
 void put_result(float* out, const float (&d)[32]) {
     for (int i = 0; i < 32; i++) out[threadIdx.x * 32 + i] = d[i];
 }
+// One product, from its beginning to its result.
+void multiply(float* out, const Operands& x) {
+    float d[32];
+    begin_product(d, x);
+    wg_wait<0>();
+    put_result(out, d);
+}
 
 template <bool BUG> void product_waits_for_too_few(float* out) {
     Operands x = two_operands();
@@ -551,10 +531,7 @@ template <bool BUG> void product_of_unfenced_operand(float* out) {
     write_operand(x.b, 2);
     if (!BUG) fence_async_smem();
     __syncthreads();
-    float d[32];
-    begin_product(d, x);
-    wg_wait<0>();
-    put_result(out, d);
+    multiply(out, x);
 }
 template <bool BUG> void operand_changes_under_a_product(float* out) {
     Operands x = two_operands();
@@ -594,18 +571,12 @@ template <bool BUG> void accumulator_changes(float* out) {
 template <bool BUG> void warps_disagree(float* out) {
     Operands x = two_operands();
     x.db += BUG && threadIdx.x >= 96 ? 2 : 0;
-    float d[32];
-    begin_product(d, x);
-    wg_wait<0>();
-    put_result(out, d);
+    multiply(out, x);
 }
 template <bool BUG> void descriptor_inside_a_swizzle(float* out) {
     Operands x = two_operands();
     x.db += BUG ? 8 : 0;
-    float d[32];
-    begin_product(d, x);
-    wg_wait<0>();
-    put_result(out, d);
+    multiply(out, x);
 }
 template <bool BUG> void products_in_flight_at_end(float* out) {
     Operands x = two_operands();
@@ -620,10 +591,7 @@ template <bool BUG> void operand_without_barrier(float* out) {
     write_operand(x.a, 1), write_operand(x.b, 2); // LINE operand_without_barrier
     fence_async_smem();
     if (!BUG) __syncthreads();
-    float d[32];
-    begin_product(d, x);
-    wg_wait<0>();
-    put_result(out, d);
+    multiply(out, x);
     __syncthreads();
 }
 

@@ -61,6 +61,13 @@ inline std::map<std::string, std::string> folder_bytes(const std::string& folder
     return files;
 }
 
+// The same of a checkpoint, but its manifest, which names this machine.
+inline std::map<std::string, std::string> state_in(const std::string& folder) {
+    auto files = folder_bytes(folder);
+    files.erase("manifest.json");
+    return files;
+}
+
 // Bytes in base64, as tokenizers' files have them.
 inline std::string base64(const std::string& bytes) {
     const char* digits = "ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789+/";

@@ -34,14 +34,6 @@ std::vector<float> logits_after(Trainer<T, Cpu>& t, int plan, const std::vector<
     return std::vector<float>(logits, logits + t.model.shape.V);
 }
 
-// The prompt and `count` tokens after it, each the likeliest.
-template <typename T>
-std::vector<int> greedy(Trainer<T, Cpu>& t, int plan, std::vector<int> prompt, size_t count) {
-    std::vector<int> ids = prompt;
-    generate(t, plan, prompt, count, Sampling{0}, [&](int token) { ids.push_back(token); });
-    return ids;
-}
-
 // ----------------------------------------------------------------------------
 // a safetensors file, open
 
@@ -251,4 +243,40 @@ template <typename A, typename B> void expect_same_weights(const Small<A>& a, co
     for (const Parameter& p : a.t.model.parameters)
         EXPECT_EQ(get_weight(a.t, p), get_weight(b.t, p))
             << p.name << " of " << shape_name(a.t.model.shape);
+}
+
+// A model's whole state, the same on every rank: masters, moments, weights, the loss scale and the
+// optimizer's count of steps. Layouts pad the vocabulary differently, so padding is left out.
+template <typename T> std::string state_of(const Small<T>& m) {
+    std::string state;
+    auto append = [&](auto values, const Parameter& p) {
+        auto words = values.begin() + long(p.file_elements());
+        EXPECT_TRUE(std::all_of(words, values.end(), [](auto x) { return to_acc(x) == 0; }));
+        state.append((const char*)values.data(), p.file_elements() * sizeof(values[0]));
+    };
+
+    for (const StateTensor& s : state_tensors(m.t))
+        append(fetch<acc_t<T>>(m.t, s.data, *s.p), *s.p);
+    for (const Parameter& p : m.t.model.parameters)
+        append(fetch<T>(m.t, {Kind::WEIGHT, p.bucket}, p), p);
+
+    const StepScale& scale = *address<const StepScale>(m.t, {Kind::SCALE});
+    const LossScale& loss = scale.loss;
+    std::vector<unsigned char> bytes;
+    json late = fp8_history_json(fp8_on_host(m.t, &bytes), m.t.model.shape.fp8.rule);
+    return concat(state, late.dump(), scale.step, " ", loss.now, " ", loss.clean, " ", loss.spent,
+                  " ", loss.skipped);
+}
+
+struct Loaded {
+    std::string wrong;
+    CheckpointInfo info;
+    std::vector<std::string> notes;
+};
+
+// Load the newest whole checkpoint of a run's folder.
+template <typename T> Loaded load_checkpoint(Small<T>& m, const std::string& out) {
+    Loaded l;
+    l.wrong = checkpoint_load(m.t, &l.info, out, &l.notes);
+    return l;
 }

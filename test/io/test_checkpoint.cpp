@@ -12,40 +12,6 @@ struct Checkpoints : Scratch {};
 // ----------------------------------------------------------------------------
 // checkpoints
 
-// A model's whole state, the same on every rank: masters, moments, weights, the loss scale and the
-// optimizer's count of steps. Layouts pad the vocabulary differently, so padding is left out.
-template <typename T> std::string state_of(const Small<T>& m) {
-    std::string state;
-    auto append = [&](auto values, const Parameter& p) {
-        auto words = values.begin() + long(p.file_elements());
-        EXPECT_TRUE(std::all_of(words, values.end(), [](auto x) { return to_acc(x) == 0; }));
-        state.append((const char*)values.data(), p.file_elements() * sizeof(values[0]));
-    };
-
-    for (const StateTensor& s : state_tensors(m.t))
-        append(fetch<acc_t<T>>(m.t, s.data, *s.p), *s.p);
-    for (const Parameter& p : m.t.model.parameters)
-        append(fetch<T>(m.t, {Kind::WEIGHT, p.bucket}, p), p);
-
-    const StepScale& scale = *address<const StepScale>(m.t, {Kind::SCALE});
-    const LossScale& loss = scale.loss;
-    std::vector<unsigned char> bytes;
-    json late = fp8_history_json(fp8_on_host(m.t, &bytes), m.t.model.shape.fp8.rule);
-    return concat(state, late.dump(), scale.step, " ", loss.now, " ", loss.clean, " ", loss.spent,
-                  " ", loss.skipped);
-}
-
-struct Loaded {
-    std::string wrong;
-    CheckpointInfo info;
-    std::vector<std::string> notes;
-};
-template <typename T> Loaded load_checkpoint(Small<T>& m, const std::string& out) {
-    Loaded l;
-    l.wrong = checkpoint_load(m.t, &l.info, out, &l.notes);
-    return l;
-}
-
 // Save a model after three steps, load it into another with other weights, and go on with both:
 // their states must have the same bits before and after.
 template <typename T>

@@ -268,7 +268,7 @@ TEST(Config, RefusesWhatIsNotBuiltByName) {
                "--ep 2 shares out experts, and the model has none: leave it");
 
     // fp8 and its options.
-    EXPECT_HAS(parse("--fp8 row"_flags), "none|block|tensor|delayed|mx");
+    EXPECT_HAS(parse("--fp8 row"_flags), "none|block|tensor|delayed|mx|nvfp4");
     EXPECT_EQ(check("--fp8 block"_flags), "--fp8 block quantises what is bf16, and not what is of "
                                          "--precision fp32: give --precision bf16");
     EXPECT_HAS(check("--fp8 tensor --precision fp16"_flags), "give --precision bf16");
@@ -730,7 +730,7 @@ TEST(Config, NotesWhatDoesNothing) {
 
     EXPECT_EQ(notes("--zero 1"_flags), "--zero 1 shards nothing: there is one data-parallel rank; ");
     EXPECT_EQ(notes("--zero 1 --local-ranks 2"_flags), "");
-    for (auto [fp8, block] : {std::pair("block", 128), {"mx", 32}})
+    for (auto [fp8, block] : {std::pair("block", 128), {"mx", 32}, {"nvfp4", 16}})
         for (int seq : {block / 2, block})
             EXPECT_EQ(notes({"--precision=bf16", concat("--fp8=", fp8), concat("--seq=", seq)}) == "",
                       seq == block);

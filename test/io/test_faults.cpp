@@ -15,13 +15,6 @@ using namespace llmc;
 
 struct Files : Scratch {};
 
-// The weights of one parameter.
-template <typename T> std::vector<float> weight(const Small<T>& m, const std::string& name) {
-    for (const Parameter& p : m.t.model.parameters)
-        if (p.name == name) return get_weight(m.t, p);
-    return {};
-}
-
 static Shape shape_of(int i) {
     Shape gpt2 = gpt2_shape(2, 3, 12, 61, 16), llama = llama_shape(2, 4, 2, 16, 20, 61, 32, 10000),
           qwen = llama;
@@ -45,19 +38,6 @@ std::unique_ptr<Small<T>> sharded_model(const Shape& s, uint64_t seed = 3, const
     fill_weights(m->t, seed);
     m->t.data.window = squares_window(s.V);
     return m;
-}
-
-// Masters, moments and weights, the same on every rank.
-template <typename T> std::string state_of(Small<T>& m) {
-    std::string state;
-    auto append = [&](const auto& values) {
-        state.append((const char*)values.data(), values.size() * sizeof(values[0]));
-    };
-    for (const StateTensor& s : state_tensors(m.t))
-        append(fetch<acc_t<T>>(m.t, s.data, *s.p));
-    for (const Parameter& p : m.t.model.parameters)
-        append(fetch<T>(m.t, {Kind::WEIGHT, p.bucket}, p));
-    return state;
 }
 
 // ----------------------------------------------------------------------------
@@ -195,10 +175,7 @@ struct Two {
         for (Small<float>* m : {a.get(), b.get()}) run_plan(m->t, 0);
         state[0] = state_of(*a), state[1] = state_of(*b);
     }
-    std::string load(const std::string& out, CheckpointInfo* info,
-                     std::vector<std::string>* notes) {
-        return checkpoint_load(c->t, info, out, notes);
-    }
+    Loaded load(const std::string& out) { return load_checkpoint(*c, out); }
 };
 
 // Run body(world, two states) on each rank: on one, or on two that both have something to write.
@@ -255,13 +232,12 @@ static void sweep_saves(const std::string& dir, int ranks, Fault fault, std::vec
 
             // Either state must load, whole, and the new one if the save reports no fault.
             std::string met = "call " + std::to_string(at) + ": " + disk.met;
-            CheckpointInfo info;
-            std::vector<std::string> notes;
-            ASSERT_EQ(two.load(out, &info, &notes), "") << met;
-            ASSERT_TRUE(notes.empty()) << notes[0] << " after " << met;
-            ASSERT_TRUE(state_of(*two.c) == two.state[info.cursor == 22]) << met;
+            Loaded l = two.load(out);
+            ASSERT_EQ(l.wrong, "") << met;
+            ASSERT_TRUE(l.notes.empty()) << l.notes[0] << " after " << met;
+            ASSERT_TRUE(state_of(*two.c) == two.state[l.info.cursor == 22]) << met;
             if (wrong.empty()) {
-                ASSERT_EQ(info.cursor, 22u) << met;
+                ASSERT_EQ(l.info.cursor, 22u) << met;
             } else {
                 ASSERT_NE(wrong.find(out), std::string::npos) << wrong;
             }
@@ -508,9 +484,7 @@ TEST_F(Files, ShortAndInterruptedWritesAreFinished) {
     std::string wrong = checkpoint_save(two.b->t, {2, 22, 0, {}}, dir, 1);
     disk_disarm(dir);
     ASSERT_EQ(wrong, "");
-    CheckpointInfo info;
-    std::vector<std::string> notes;
-    ASSERT_EQ(two.load(dir, &info, &notes), "");
+    ASSERT_EQ(two.load(dir).wrong, "");
     EXPECT_EQ(state_of(*two.c), two.state[1]);
 }
 
@@ -523,13 +497,10 @@ TEST_F(Files, WhereNamesCannotBeExchangedTheOldFolderStepsAside) {
     }
     disk = FaultyDisk();
     EXPECT_EQ(leftovers(dir), "");
-    CheckpointInfo info;
-    std::vector<std::string> notes;
-    ASSERT_EQ(two.load(dir, &info, &notes), "");
+    ASSERT_EQ(two.load(dir).wrong, "");
     EXPECT_EQ(state_of(*two.c), two.state[1]);
     ASSERT_EQ(hf_load_weights(two.a->t, dir + "/e"), "");
-    for (const Parameter& p : two.a->t.model.parameters)
-        EXPECT_EQ(get_weight(two.a->t, p), get_weight(two.b->t, p)) << p.name;
+    expect_same_weights(*two.a, *two.b);
 }
 
 // A file's bytes are on the disk before it gets its name. The folder that a save
@@ -575,14 +546,13 @@ TEST_F(Files, AnyBrokenManifestIsNoticed) {
     int skipped = 0;
     auto check = [&](const std::string& bytes, size_t at) {
         std::ofstream(path, std::ios::binary) << bytes;
-        CheckpointInfo info;
-        std::vector<std::string> notes;
-        ASSERT_EQ(two.load(dir, &info, &notes), "") << at;
-        bool newer = info.step == 2;
+        Loaded l = two.load(dir);
+        ASSERT_EQ(l.wrong, "") << at;
+        bool newer = l.info.step == 2;
         skipped += !newer;
-        ASSERT_TRUE(newer || notes.size() == 1) << at;
-        ASSERT_EQ(info.cursor, newer ? 22u : 11u) << at;
-        ASSERT_EQ(info.seed, newer ? 7u : 0u) << at;
+        ASSERT_TRUE(newer || l.notes.size() == 1) << at;
+        ASSERT_EQ(l.info.cursor, newer ? 22u : 11u) << at;
+        ASSERT_EQ(l.info.seed, newer ? 7u : 0u) << at;
         ASSERT_EQ(state_of(*two.c), two.state[newer]) << at;
     };
 
@@ -627,46 +597,44 @@ TEST_F(Files, AWholeCheckpointThatDoesNotFitIsAnErrorAtOnce) {
     ASSERT_EQ(checkpoint_save(m->t, {1, 0, 0, {}}, dir, 5), "");
     ASSERT_EQ(checkpoint_save(m->t, {2, 0, 0, {{"data", "\xff\xfe"}}}, dir, 5),
               ""); // a path in the configuration that is not UTF-8
-    CheckpointInfo info;
-    std::vector<std::string> notes;
-    ASSERT_EQ(checkpoint_load(m->t, &info, dir, &notes), "");
-    EXPECT_EQ(info.step, 2);
+    Loaded first = load_checkpoint(*m, dir);
+    EXPECT_EQ(first.wrong, "");
+    EXPECT_EQ(first.info.step, 2);
 
     std::string path = dir + "/step_00000002/manifest.json", before = state_of(*m);
     nlohmann::json whole = read_json(path);
-    auto load = [&](Small<float>& into, const std::function<void(nlohmann::json&)>& change) {
+    auto load = [&](const std::function<void(nlohmann::json&)>& change) {
         nlohmann::json manifest = whole;
         change(manifest);
         manifest["crc32"] = manifest_crc(manifest);
         std::ofstream(path) << manifest_text(manifest);
-        notes.clear();
-        return checkpoint_load(into.t, &info, dir, &notes);
+        return load_checkpoint(*m, dir).wrong;
     };
 
     // Each refusal names what the manifest says and this run cannot take.
-    EXPECT_HAS(load(*m, [](auto& j) { j["format"] = 1; }), "is of format 1, this program reads 2");
-    EXPECT_HAS(load(*m, [](auto& j) { j["files"].push_back(j["files"][0]); }),
+    EXPECT_HAS(load([](auto& j) { j["format"] = 1; }), "is of format 1, this program reads 2");
+    EXPECT_HAS(load([](auto& j) { j["files"].push_back(j["files"][0]); }),
                "param.model.embed_tokens.weight: elements 0 to 976 of 976 are there twice");
-    EXPECT_HAS(load(*m, [](auto& j) { j["files"][0]["tp"] = 1000; }),
+    EXPECT_HAS(load([](auto& j) { j["files"][0]["tp"] = 1000; }),
                "1000 tensor-parallel ranks wrote it, which cannot share this model's heads");
     nlohmann::json identity = model_identity(shape_of(2));
     for (const auto& [key, value] : identity.items()) {
         std::string name = key;
-        EXPECT_HAS(load(*m, [&](auto& j) { j["model"][name] = "other"; }),
+        EXPECT_HAS(load([&](auto& j) { j["model"][name] = "other"; }),
                    "its " + name + " is \"other\", this run's");
         if (is_newer_field(name)) continue;
-        EXPECT_HAS(load(*m, [&](auto& j) { j["model"].erase(name); }), "its " + name + " is null");
+        EXPECT_HAS(load([&](auto& j) { j["model"].erase(name); }), "its " + name + " is null");
     }
 
     // Older programs said by numbers which layers have no window.
-    EXPECT_HAS(load(*m, [](auto& j) { j["model"]["window_from"] = 1; }), "its full_layers is [1]");
-    EXPECT_HAS(load(*m, [](auto& j) { j["model"]["full_every"] = 2; }), "its full_layers is [2]");
+    EXPECT_HAS(load([](auto& j) { j["model"]["window_from"] = 1; }), "its full_layers is [1]");
+    EXPECT_HAS(load([](auto& j) { j["model"]["full_every"] = 2; }), "its full_layers is [2]");
 
     // No refusal has changed the run's state.
     EXPECT_EQ(state_of(*m), before);
 
     // Manifests of an older program lack newer fields, and load.
-    EXPECT_EQ(load(*m, [&](auto& j) {
+    EXPECT_EQ(load([&](auto& j) {
         for (const auto& [key, value] : identity.items())
             if (is_newer_field(key)) j["model"].erase(key);
     }), "");
@@ -720,7 +688,7 @@ TEST_F(Files, OneFileCountsBeforeShards) {
         if (e.path().filename() != "config.json")
             fs::copy(e.path(), dir + "/e/" + e.path().filename().string());
     EXPECT_EQ(hf_load_weights(c->t, dir + "/e"), "");
-    EXPECT_EQ(weight(*c, "wte.weight"), weight(*a, "wte.weight"));
+    expect_same_weights(*a, *c);
 }
 
 TEST_F(Files, DoublesAreRoundedToFloat) {
@@ -742,8 +710,7 @@ TEST_F(Files, DoublesAreRoundedToFloat) {
     ASSERT_EQ(writer_close(&w), "");
 
     ASSERT_EQ(hf_load_weights(other->t, dir), "");
-    for (const Parameter& p : m->t.model.parameters)
-        EXPECT_EQ(get_weight(m->t, p), get_weight(other->t, p)) << p.name;
+    expect_same_weights(*m, *other);
 }
 
 // ----------------------------------------------------------------------------

@@ -370,7 +370,7 @@ TEST(Losses, LookingChangesNoBit) {
     std::string experts = "--model tiny-moe --kv-heads 2 --ffn 16 --experts 4 ";
     for (std::string how : {"fp32", "bf16", "fp16 --loss-scale 1024"})
         for (std::string model : {"", "--lora 4 ", experts.c_str()}) compare(model + text + how);
-    for (const char* how : {"block", "tensor", "delayed", "mx"})
+    for (const char* how : {"block", "tensor", "delayed", "mx", "nvfp4"})
         compare(text + "bf16 --fp8 " + how);
     compare(loss_flags("dpo", 12, 9) + "--precision bf16 --lora 4 --local-ranks 2 --micro-batch 1");
     compare(loss_flags("kto", 12, 9) + "--precision fp16 --ema 0.5 --loss-scale 1024");
@@ -461,7 +461,7 @@ TEST(Losses, FirstNormsAreThoseOfFp32) {
         EXPECT_NEAR(first_norm("bf16"), norm, 0.033 * norm) << flags;
 
         // Scales of eight bits.
-        for (const char* how : {"block", "tensor", "delayed", "mx"})
+        for (const char* how : {"block", "tensor", "delayed", "mx", "nvfp4"})
             if (i == 0 || i > wide)
                 EXPECT_NEAR(first_norm(std::string("bf16 --fp8 ") + how), norm, 0.125 * norm)
                     << how << " " << flags;

@@ -10,7 +10,6 @@ using namespace llmc;
 // A maximum has no order of summation, so the kernel must give the CPU's bytes, element by element.
 template <typename A, typename B>
 void same_bytes(Check& c, const char* name, const Array<A>& got, const std::vector<B>& want) {
-    static_assert(sizeof(A) == sizeof(B));
     auto host = got.host();
     expect(c, memcmp(host.data(), want.data(), want.size() * sizeof(B)) == 0, name);
 }
@@ -60,23 +59,16 @@ template <typename F> void fp8_kernels(Check& c) {
                                 rows, cols, blocks, Cpu{});
                 every_order(c, [&](Outputs& o) {
                     cudaStream_t stream = {};
-
-                    // Copy the input's bytes: a conversion from double may change a NaN's.
-                    Array<bf16> inp(as_double(x)), y(n), yt(n);
-                    copy_in(inp.data, x.data(), n * sizeof(bf16), stream);
-                    Array<unsigned char> code(n), code_t(n);
+                    Array<bf16> inp(x), y(n), yt(n);
+                    Array<F> code(n), code_t(n);
                     Array<float> scale(std::vector<double>(scales, -1));
-                    Array<int> amax(1);
+                    Array<uint32_t> amax(1);
 
                     // Quantise to codes, then to values.
-                    uint32_t* word = reinterpret_cast<uint32_t*>(amax.data);
-                    F* code_rows = reinterpret_cast<F*>(code.data);
-                    F* code_columns = reinterpret_cast<F*>(code_t.data);
-                    fp8_quantise<F>(code_rows, code_columns, scale.data, inp.data, word, rows, cols,
+                    fp8_quantise<F>(code.data, code_t.data, scale.data, inp.data, amax.data, rows,
+                                    cols, blocks, stream);
+                    fp8_quantise<F>(y.data, yt.data, nullptr, inp.data, amax.data, rows, cols,
                                     blocks, stream);
-                    float* no_scales = nullptr;
-                    fp8_quantise<F>(y.data, yt.data, no_scales, inp.data, word, rows, cols, blocks,
-                                    stream);
 
                     // Hold each output against the CPU's bytes.
                     same_bytes(c, "codes", code, codes);
@@ -87,6 +79,47 @@ template <typename F> void fp8_kernels(Check& c) {
                     o.same("codes", code.data, n);
                 });
             }
+}
+
+// NVFP4 along rows and down columns, in all its ways: values anywhere, codes of whole blocks.
+inline void nvfp4_kernels(Check& c) {
+    for (auto [rows, cols] : {std::pair<size_t, size_t>{5, 35}, {48, 80}, {131, 272}})
+        for (int kind = 0; kind < 32; kind++) {
+            if (SMALL && rows == 131) continue;
+            bool turned = kind & 1;
+            Nvfp4 how = {turned ? cols : rows, turned ? rows : cols, turned ? 1 : cols,
+                         turned ? cols : 1, bool(kind & 2), bool(kind & 4), bool(kind & 8)};
+            CASE(c, "nvfp4 %zux%zu, kind %d", rows, cols, kind);
+            auto x = fp8_inputs(c, rows, cols, kind & 16);
+            size_t codes = how.K % NVFP4_BLOCK ? 0 : x.size() / NVFP4_BLOCK;
+            Fp8Blocks blocks = turned ? Fp8Blocks::NVFP4_COLUMNS : Fp8Blocks::NVFP4_ROWS;
+            size_t bytes = codes ? fp8_scales(rows, cols, blocks) : 0;
+
+            // Want: the CPU's bytes.
+            std::vector<bf16> values(x.size());
+            std::vector<uint64_t> words(codes);
+            std::vector<uint8_t> scales(bytes);
+            Nvfp4Head head = {};
+            nvfp4_quantise(values.data(), nullptr, &head, x.data(), how, Cpu{});
+            if (codes) nvfp4_quantise(words.data(), scales.data(), &head, x.data(), how, Cpu{});
+            every_order(c, [&](Outputs& o) {
+                cudaStream_t stream = {};
+                Array<bf16> inp(x), y(x.size());
+                Array<Nvfp4Head> there(1);
+                Array<uint64_t> code(codes);
+                Array<uint8_t> scale(bytes);
+                nvfp4_quantise(y.data, nullptr, there.data, inp.data, how, stream);
+                if (codes)
+                    nvfp4_quantise(code.data, scale.data, there.data, inp.data, how, stream);
+
+                // Hold each output against the CPU's bytes.
+                same_bytes(c, "values", y, values);
+                same_bytes(c, "codes", code, words);
+                same_bytes(c, "scales", scale, scales);
+                expect(c, memcmp(there.host().data(), &head, 2 * sizeof(float)) == 0, "head");
+                o.same("values", y.data, x.size());
+            });
+        }
 }
 
 // Parts of a matrix that begin and end anywhere: maxima, codes and values are the CPU's.
@@ -111,15 +144,12 @@ inline void fp8_piece_kernels(Check& c) {
                 fp8_piece_cast(values.data(), codes.data(), maxima.data(), piece, Cpu{});
                 every_order(c, [&](Outputs& o) {
                     cudaStream_t stream = {};
-                    Array<bf16> inp(as_double(x)), y(n);
-                    copy_in(inp.data, x.data(), n * sizeof(bf16), stream);
-                    Array<unsigned char> code(n);
-                    Array<int> amax(std::vector<double>(blocks, 0x3f800000));
-                    uint32_t* words = reinterpret_cast<uint32_t*>(amax.data);
-                    e4m3* to = reinterpret_cast<e4m3*>(code.data);
-                    fp8_piece_maxima(words, inp.data, piece, stream);
-                    fp8_piece_cast(to, inp.data, words, piece, stream);
-                    fp8_piece_cast(y.data, to, words, piece, stream);
+                    Array<bf16> inp(x), y(n);
+                    Array<e4m3> code(n);
+                    Array<uint32_t> amax(std::vector<uint32_t>(blocks, 0x3f800000));
+                    fp8_piece_maxima(amax.data, inp.data, piece, stream);
+                    fp8_piece_cast(code.data, inp.data, amax.data, piece, stream);
+                    fp8_piece_cast(y.data, code.data, amax.data, piece, stream);
 
                     // Hold each output against the CPU's bytes.
                     same_bytes(c, "maxima", amax, maxima);
@@ -148,25 +178,19 @@ inline void fp8_late_kernels(Check& c) {
                 std::vector<float> inverse(1);
                 std::vector<uint32_t> most = {5};
                 Fp8Late late = {&given, leaves ? most.data() : nullptr};
-                uint32_t* no_word = nullptr;
                 fp8_quantise<e4m3>(codes.data(), transposed.data(), inverse.data(), x.data(),
-                                   no_word, rows, cols, Fp8Blocks::WHOLE, Cpu{}, late);
+                                   nullptr, rows, cols, Fp8Blocks::WHOLE, Cpu{}, late);
                 every_order(c, [&](Outputs& o) {
                     cudaStream_t stream = {};
-
-                    // Copy the input's bytes: a conversion from double may change a NaN's.
-                    Array<bf16> inp(as_double(x));
-                    copy_in(inp.data, x.data(), n * sizeof(bf16), stream);
-                    Array<unsigned char> code(n), code_t(n);
+                    Array<bf16> inp(x);
+                    Array<e4m3> code(n), code_t(n);
                     Array<float> back(1), scale(std::vector<double>{given});
-                    Array<int> amax(std::vector<int>{5});
+                    Array<uint32_t> amax(std::vector<uint32_t>{5});
 
                     // Quantise under the given scale, and hold each output against the CPU's bytes.
-                    uint32_t* word = reinterpret_cast<uint32_t*>(amax.data);
-                    Fp8Late there = {scale.data, leaves ? word : nullptr};
-                    fp8_quantise<e4m3>(reinterpret_cast<e4m3*>(code.data),
-                                       reinterpret_cast<e4m3*>(code_t.data), back.data, inp.data,
-                                       no_word, rows, cols, Fp8Blocks::WHOLE, stream, there);
+                    Fp8Late there = {scale.data, leaves ? amax.data : nullptr};
+                    fp8_quantise<e4m3>(code.data, code_t.data, back.data, inp.data, nullptr, rows,
+                                       cols, Fp8Blocks::WHOLE, stream, there);
                     same_bytes(c, "codes", code, codes);
                     same_bytes(c, "codes of the transpose", code_t, transposed);
                     same_bytes(c, "scale", back, inverse);
@@ -220,8 +244,8 @@ inline void fp8_delayed_kernels(Check& c) {
 
 // Sizes that tensor cores take, in whole and in ragged blocks, and one that they do not take.
 inline std::vector<std::array<size_t, 3>> fp8_linear_shapes() { // N OC IC
-    if (SMALL) return {{16, 16, 144}};
-    return {{16, 144, 272}, {144, 16, 32}, {9, 7, 5}};
+    if (SMALL) return {{32, 32, 160}};
+    return {{32, 160, 288}, {144, 16, 32}, {9, 7, 5}};
 }
 
 // The three products of a layer on a device: from codes on tensor cores, or from the values
@@ -261,7 +285,7 @@ struct Fp8Layer {
 // that codes stand for.
 inline void fp8_linear_kernels(Check& c) {
     for (auto [N, OC, IC] : fp8_linear_shapes())
-        for (Fp8 fp8 : {Fp8::BLOCK, Fp8::TENSOR, Fp8::MX}) {
+        for (Fp8 fp8 : {Fp8::BLOCK, Fp8::TENSOR, Fp8::MX, Fp8::NVFP4}) {
             CASE(c, "linear fp8 %d N=%zu OC=%zu IC=%zu", int(fp8), N, OC, IC);
             auto x = rounded<bf16>(normals(c, N * IC)), w = rounded<bf16>(normals(c, OC * IC));
             auto dy = rounded<bf16>(normals(c, N * OC)), b = rounded<bf16>(normals(c, OC));
@@ -288,7 +312,7 @@ inline void fp8_linear_kernels(Check& c) {
 
             // Both results are rounded to bf16, the CPU's and the device's: two roundings.
             every_order(c, [&](Outputs& o) {
-                Fp8Layer codes(x, w, dy, b, N, fp8, fp8 == Fp8::MX ? 100 : 90);
+                Fp8Layer codes(x, w, dy, b, N, fp8, fp8 >= Fp8::MX ? 100 : 90);
                 double terms = largest(x) * largest(w);
                 o.add("out", codes.out, as_double(out), tolerance<bf16>(IC + 2, 2), terms);
                 o.add("dinp", codes.dinp, as_double(dinp), tolerance<bf16>(OC, 2), terms);
@@ -306,7 +330,7 @@ inline void fp8_linear_kernels(Check& c) {
 // tensor cores multiply codes they refuse the third matrix, which has seven rows.
 inline void fp8_shared_kernels(Check& c) {
     size_t N = 16, IC = 144;
-    for (Fp8 fp8 : {Fp8::BLOCK, Fp8::TENSOR, Fp8::MX})
+    for (Fp8 fp8 : {Fp8::BLOCK, Fp8::TENSOR, Fp8::MX, Fp8::NVFP4})
         for ([[maybe_unused]] int architecture : {86, 90, 100}) {
             CASE(c, "shared fp8 %d sm_%d", int(fp8), architecture);
             auto x = rounded<bf16>(normals(c, N * IC));
@@ -380,6 +404,7 @@ inline void fp8_gradients_kernels(Check& c) {
 inline void add_fp8_kernels(std::vector<KernelRow>& rows) {
     rows.push_back({"fp8 e4m3", fp8_kernels<e4m3>});
     rows.push_back({"fp8 e5m2", fp8_kernels<e5m2>});
+    rows.push_back({"nvfp4", nvfp4_kernels});
     rows.push_back({"fp8 pieces", fp8_piece_kernels});
     rows.push_back({"fp8 linear", fp8_linear_kernels});
     rows.push_back({"fp8 shared", fp8_shared_kernels});

@@ -28,10 +28,8 @@ template <typename T> void nf4_kernels(Check& c) {
         every_order(c, [&](Outputs& o) {
             cudaStream_t stream = {};
             Array<T> out(n, shift);
-            Array<uint8_t> codes(want.codes.size()), scales(want.scales.size());
+            Array<uint8_t> codes(want.codes), scales(want.scales);
             Array<float> table(std::vector<double>(want.table.begin(), want.table.end()));
-            copy_in(codes.data, want.codes.data(), want.codes.size(), stream);
-            copy_in(scales.data, want.scales.data(), want.scales.size(), stream);
             nf4_dequantize(out.data, {codes.data, scales.data, table.data}, n, stream);
             o.add("back", out, back, 0); // exact
         });
@@ -56,9 +54,8 @@ template <typename T> void int8_kernels(Check& c) {
         every_order(c, [&](Outputs& o) {
             cudaStream_t stream = {};
             Array<T> out(n);
-            Array<int8_t> in(n);
+            Array<int8_t> in(codes);
             Array<float> most(as_double(absmax));
-            copy_in(in.data, codes.data(), n, stream);
             int8_dequantize(out.data, in.data, most.data, rows, cols, stream);
             o.add("back", out, as_double(back), 0);
         });
@@ -85,9 +82,8 @@ template <typename T> void int4_kernels(Check& c) {
         every_order(c, [&](Outputs& o) {
             cudaStream_t stream = {};
             Array<T> out(n, shift);
-            Array<uint8_t> in(bytes);
+            Array<uint8_t> in(codes);
             Array<float> steps(as_double(scales));
-            copy_in(in.data, codes.data(), bytes, stream);
             int4_dequantize(out.data, in.data, steps.data, rows, cols, stream);
             o.add("back", out, as_double(back), 0);
         });

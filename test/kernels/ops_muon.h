@@ -2,7 +2,7 @@
 #pragma once
 #include <fstream>
 #include <nlohmann/json.hpp>
-#include "../../llmc/io/newton_schulz.h"
+#include "../../llmc/io/plan_flags.h"
 #include "../../llmc/ops/muon.cuh"
 #include "../harness/op_table.h"
 #include "ops_simple.h"

@@ -456,40 +456,29 @@ inline void activation_grad(Check& c) {
     size_t n = 20;
     Doubles x = normals(c, n), u = normals(c, n), dout = normals(c, n), dx(n), du(n);
 
-    // GELU.
-    auto gelu = [&] {
-        Doubles y(n);
-        gelu_forward(y.data(), x.data(), n, CPU);
-        return dot(y, dout);
+    // The loss whose gradient by an operator's result is dout. Operators write over y, which is x.
+    auto loss_of = [&](auto forward) {
+        return [&, forward] {
+            Doubles y = x;
+            forward(y.data());
+            return dot(y, dout);
+        };
     };
+    auto gelu = loss_of([&](double* y) { gelu_forward(y, x.data(), n, CPU); });
+    auto swiglu = loss_of([&](double* y) { swiglu_forward(y, x.data(), u.data(), n, CPU); });
+    auto relu2 = loss_of([&](double* y) { relu2_forward(y, x.data(), n, CPU); });
+    auto cap = loss_of([&](double* y) { softcap_forward(y, n, 1.5f, CPU, true); });
+
+    // Compare each with its backward pass.
     gelu_backward(dx.data(), dout.data(), x.data(), n, CPU);
     gradient(c, "gelu x", gelu, x, dx);
-
-    // SwiGLU.
-    auto swiglu = [&] {
-        Doubles y(n);
-        swiglu_forward(y.data(), x.data(), u.data(), n, CPU);
-        return dot(y, dout);
-    };
     swiglu_backward(dx.data(), du.data(), dout.data(), x.data(), u.data(), n, CPU);
     gradient(c, "swiglu gate", swiglu, x, dx);
     gradient(c, "swiglu up", swiglu, u, du);
-
-    // ReLU^2.
-    auto relu2 = [&] {
-        Doubles y(n);
-        relu2_forward(y.data(), x.data(), n, CPU);
-        return dot(y, dout);
-    };
     relu2_backward(dx.data(), dout.data(), x.data(), n, CPU);
     gradient(c, "relu2", relu2, x, dx);
 
     // The cap in the root's form, whose slope is taken from its result.
-    auto cap = [&] {
-        Doubles y = x;
-        softcap_forward(y.data(), n, 1.5f, CPU, true);
-        return dot(y, dout);
-    };
     Doubles y = x;
     softcap_forward(y.data(), n, 1.5f, CPU, true);
     GradientScale scale = {1, nullptr, 1.5f, nullptr, nullptr, true};

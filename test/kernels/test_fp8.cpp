@@ -33,7 +33,7 @@ struct Definition {
         return e ? std::ldexp(1 + fraction, e - 1 + least) : std::ldexp(fraction, least);
     }
 };
-constexpr Definition E4M3 = {3, -6, 0x7e}, E5M2 = {2, -14, 0x7b};
+constexpr Definition E4M3 = {3, -6, 0x7e}, E5M2 = {2, -14, 0x7b}, E2M1 = {1, 0, 7};
 static Definition definition(e4m3) { return E4M3; }
 static Definition definition(e5m2) { return E5M2; }
 
@@ -216,13 +216,11 @@ template <typename F> static void expect_quantised(size_t rows, size_t cols, Fp8
         void* scales = mx ? (void*)exponents.data() : inverse.data();
         uint32_t amax = 0;
 
-        F* no_codes = nullptr;
-        float* no_scales = nullptr;
-
-        fp8_quantise<F>(codes.data(), no_codes, scales, x.data(), &amax, rows, cols, blocks, Cpu{});
-        fp8_quantise<F>(no_codes, transposed.data(), no_scales, x.data(), &amax, rows, cols, blocks,
-                        Cpu{});
-        fp8_quantise<F>(values.data(), values_t.data(), no_scales, x.data(), &amax, rows, cols,
+        fp8_quantise<F, F>(codes.data(), nullptr, scales, x.data(), &amax, rows, cols, blocks,
+                           Cpu{});
+        fp8_quantise<F, F>(nullptr, transposed.data(), nullptr, x.data(), &amax, rows, cols, blocks,
+                           Cpu{});
+        fp8_quantise<F>(values.data(), values_t.data(), nullptr, x.data(), &amax, rows, cols,
                         blocks, Cpu{});
 
         // Each block's largest number, in double. A number that is not finite makes it infinite.
@@ -262,15 +260,19 @@ template <typename F> static void expect_quantised(size_t rows, size_t cols, Fp8
     }
 }
 
+// One thread takes all tiles of a matrix, or five share them.
 TEST(Fp8, MatricesInBlocksOfEveryKind) {
     for (int kind = 0; kind <= int(Fp8Blocks::MX_COLUMNS); kind++)
-        for (auto [rows, cols] :
-             {std::pair(1, 1), {3, 129}, {128, 128}, {130, 40}, {257, 131}, {20, 700}}) {
-            SCOPED_TRACE(testing::Message() << kind << " " << rows << "x" << cols);
-            Fp8Blocks blocks = Fp8Blocks(kind);
-            expect_quantised<e4m3>(size_t(rows), size_t(cols), blocks);
-            expect_quantised<e5m2>(size_t(rows), size_t(cols), blocks);
-        }
+        for (int threads : {1, 5})
+            for (auto [rows, cols] :
+                 {std::pair(1, 1), {3, 129}, {128, 128}, {130, 40}, {257, 131}, {20, 700}}) {
+                SCOPED_TRACE(testing::Message() << kind << " " << rows << "x" << cols);
+                omp_set_num_threads(threads);
+                Fp8Blocks blocks = Fp8Blocks(kind);
+                expect_quantised<e4m3>(size_t(rows), size_t(cols), blocks);
+                expect_quantised<e5m2>(size_t(rows), size_t(cols), blocks);
+            }
+    omp_set_num_threads(2);
 }
 
 // Cut a matrix anywhere, cast each part with maxima of all parts, and compare with a cast of the
@@ -295,11 +297,9 @@ TEST(Fp8, PartsOfAMatrixHaveTheCodesOfTheWhole) {
                 // Want: the values of the whole matrix's codes.
                 Fp8Blocks blocks = whole ? Fp8Blocks::WHOLE : Fp8Blocks::SQUARES;
                 std::vector<bf16> want(n), values(n), again(n);
-                bf16* no_transpose = nullptr;
-                float* no_scales = nullptr;
                 uint32_t word = 0;
-                fp8_quantise<e4m3>(want.data(), no_transpose, no_scales, x.data(), &word, rows,
-                                   cols, blocks, Cpu{});
+                fp8_quantise<e4m3, bf16>(want.data(), nullptr, nullptr, x.data(), &word, rows, cols,
+                                         blocks, Cpu{});
 
                 // Cut it at three places, and cast the parts.
                 std::vector<size_t> cuts = {0, random() % (n + 1), random() % (n + 1), n};
@@ -326,38 +326,181 @@ TEST(Fp8, PartsOfAMatrixHaveTheCodesOfTheWhole) {
                     return memcmp(got.data(), want.data(), n * sizeof(bf16)) == 0;
                 };
                 EXPECT_TRUE(same(values)) << rows << " " << cols << " " << whole << special;
-                fp8_quantise<e4m3>(again.data(), no_transpose, no_scales, values.data(), &word,
-                                   rows, cols, blocks, Cpu{});
+                fp8_quantise<e4m3, bf16>(again.data(), nullptr, nullptr, values.data(), &word, rows,
+                                         cols, blocks, Cpu{});
                 EXPECT_TRUE(same(again)) << rows << " " << cols << " " << whole << special;
             }
 }
 
-TEST(Fp8, ThreadsDoNotMatter) {
-    size_t rows = 300, cols = 500;
-    auto x = mixed_matrix(rows, cols, 5, false);
-    std::vector<std::vector<e4m3>> all;
-    for (int threads : {1, 2, 5}) {
-        omp_set_num_threads(threads);
-        std::vector<e4m3> codes(x.size());
-        e4m3* none = nullptr;
-        float* no_scales = nullptr;
-        uint32_t amax = 0;
-        fp8_quantise<e4m3>(codes.data(), none, no_scales, x.data(), &amax, rows, cols,
-                           Fp8Blocks::WHOLE, Cpu{});
-        all.push_back(codes);
+// ----------------------------------------------------------------------------
+// NVFP4
+
+TEST(Nvfp4, CodesAreTheNearestOrRightOnAverage) {
+    const int draws = 64;
+    for (double x = 0; x < 8; x += 0x1p-7) {
+        int want = std::min(nearest(E2M1, x, 0), E2M1.top);
+        ASSERT_EQ(e2m1_code(to_fp8<e2m1>(float(x))), unsigned(want)) << x;
+        ASSERT_EQ(e2m1_value(unsigned(want) | 8), -E2M1.value(want)) << x;
+
+        // Evenly spread random numbers: the mean is x to a draw's share of the largest step.
+        double sum = 0;
+        for (int i = 0; i < draws; i++) {
+            float near = e2m1_stochastic(float(-x), float(i) / draws);
+            double value = -e2m1_value(e2m1_code(to_fp8<e2m1>(near)));
+            ASSERT_LT(std::fabs(value - std::min(x, 6.0)), x < 2 ? 0.5 : x < 4 ? 1 : 2) << x;
+            sum += value;
+        }
+        ASSERT_NEAR(sum / draws, std::min(x, 6.0), 2.0 / draws) << x;
     }
-    omp_set_num_threads(2);
-    for (auto& codes : all) EXPECT_EQ(memcmp(codes.data(), all[0].data(), codes.size()), 0);
+}
+
+// A matrix as an operand. Bits of kind: turned, in squares, transformed, stochastic.
+static Nvfp4 nvfp4_operand(size_t rows, size_t cols, int kind) {
+    bool turned = kind & 1;
+    return {turned ? cols : rows, turned ? rows : cols, turned ? 1 : cols, turned ? cols : 1,
+            bool(kind & 2), bool(kind & 4), bool(kind & 8)};
+}
+
+// An operand (outer,K) by the definition: what is rounded, each block's scale, and what is left.
+struct Nvfp4Want {
+    std::vector<double> x, left; // (outer,K)
+    std::vector<uint8_t> scales; // (outer, K/16)
+    size_t across;
+    double factor;
+};
+static Nvfp4Want nvfp4_want(const std::vector<bf16>& x, const Nvfp4& how) {
+    size_t outer = how.outer, K = how.K, across = (K + 15) / 16;
+    Nvfp4Want want = {std::vector<double>(outer * K), std::vector<double>(outer * K),
+                      std::vector<uint8_t>(outer * across), across, 1};
+    double largest = 0;
+    for (bf16 v : x) largest = std::max(largest, std::fabs(double(to_float(v))));
+    double top = how.hadamard ? 672 : 2688;
+    if (largest > 0) want.factor = std::exp2(std::min(std::floor(std::log2(top / largest)), 112.0));
+
+    // A transform is Sylvester's matrix, with a sign for each number; its rows have length 1.
+    auto number = [&](size_t o, size_t k) { return double(to_float(x[o * how.row + k * how.column])); };
+    std::vector<double> most(outer * across);
+    auto block = [&](size_t o, size_t k) {
+        return (how.squares ? o / 16 * 16 : o) * across + k / 16;
+    };
+    for (size_t o = 0; o < outer; o++)
+        for (size_t k = 0; k < K; k++) {
+            size_t first = k / 16 * 16;
+            double v = how.hadamard && first + 16 <= K ? 0 : number(o, k);
+            for (size_t j = first; how.hadamard && first + 16 <= K && j < first + 16; j++) {
+                int minus = std::popcount((k - first) & (j - first)) + (0x243f >> (j - first) & 1);
+                v += number(o, j) * (minus % 2 ? -0.25 : 0.25);
+            }
+            want.x[o * K + k] = v;
+            most[block(o, k)] = std::max(most[block(o, k)], std::fabs(v));
+        }
+
+    // A number's code counts the scale over the factor, in float.
+    float factor = float(want.factor);
+    for (size_t o = 0; o < outer; o++)
+        for (size_t k = 0; k < K; k++) {
+            e4m3 scale = to_fp8<e4m3>(float(most[block(o, k)]) * (factor / 6));
+            want.scales[o * across + k / 16] = scale.bits;
+            double size = to_float(scale), v = want.x[o * K + k];
+            float steps = size > 0 ? float(std::fabs(v)) * (factor / float(size)) : 0;
+            int code = std::min(nearest(E2M1, std::min(steps, 8.0f), 0), 7);
+            want.left[o * K + k] = std::copysign(E2M1.value(code) * size / want.factor, v);
+        }
+    return want;
+}
+
+// Numbers over so few powers of two that a transform's float sums are exact, and a row of zeros.
+static std::vector<bf16> near_numbers(size_t rows, size_t cols) {
+    std::mt19937 random(unsigned(rows * 1000 + cols));
+    std::vector<bf16> x(rows * cols);
+    for (size_t i = 0; i < x.size(); i++)
+        x[i] = from_acc<bf16>(i / cols == 2 ? 0 : std::ldexp(float(random() % 511) - 255,
+                                                             -int(random() % 6) - 9));
+    return x;
+}
+
+TEST(Nvfp4, MatricesAreTheDefinition) {
+    for (auto [rows, cols] :
+         {std::pair<size_t, size_t>{1, 1}, {5, 16}, {48, 80}, {144, 272}, {70, 131}})
+        for (int kind = 0; kind < 8; kind++) {
+            SCOPED_TRACE(testing::Message() << rows << "x" << cols << " " << kind);
+            Nvfp4 how = nvfp4_operand(rows, cols, kind);
+            auto x = near_numbers(rows, cols);
+            size_t outer = how.outer, K = how.K;
+            Nvfp4Want want = nvfp4_want(x, how);
+            std::vector<bf16> values(x.size());
+            Nvfp4Head head = {};
+            nvfp4_quantise(values.data(), nullptr, &head, x.data(), how, Cpu{});
+            EXPECT_EQ(double(head.inverse), 1 / want.factor);
+            for (size_t i = 0; i < x.size(); i++)
+                ASSERT_EQ(double(to_float(values[i / K * how.row + i % K * how.column])), want.left[i]) << i;
+
+            // Codes stand for the values, and every scale beyond the matrix is 0.
+            if (K % 16) continue;
+            std::vector<uint64_t> codes(outer * K / 16);
+            std::vector<uint8_t> scales(fp8_scales(
+                rows, cols, kind & 1 ? Fp8Blocks::NVFP4_COLUMNS : Fp8Blocks::NVFP4_ROWS), 7);
+            nvfp4_quantise(codes.data(), scales.data(), &head, x.data(), how, Cpu{});
+            for (size_t i = 0; i < scales.size(); i++) {
+                size_t tiles = (K + 63) / 64, t = i / 512;
+                size_t o = t / tiles * 128 + i / 16 % 32 + i / 4 % 4 * 32;
+                size_t k = t % tiles * 64 + i % 4 * 16;
+                uint8_t wanted = how.has(o, k) ? want.scales[o * want.across + k / 16] : 0;
+                ASSERT_EQ(scales[i], wanted) << i;
+                for (size_t j = 0; how.has(o, k) && j < 16; j++) {
+                    unsigned code = codes[(o * K + k) / 16] >> 4 * j & 15;
+                    double value = e2m1_value(code) * double(to_float(e4m3{scales[i]}));
+                    ASSERT_EQ(value / want.factor, want.left[o * K + k + j]) << o << " " << k;
+                }
+            }
+        }
+}
+
+// An infinity makes its block NaN, or its square, and nothing else.
+TEST(Nvfp4, NothingIsHidden) {
+    for (bool squares : {false, true}) {
+        auto x = near_numbers(32, 32);
+        x[17 * 32 + 5] = from_acc<bf16>(-INFINITY);
+        Nvfp4Head head = {};
+        nvfp4_quantise(x.data(), nullptr, &head, x.data(), nvfp4_operand(32, 32, 2 * squares),
+                       Cpu{});
+        for (size_t i = 0; i < x.size(); i++) {
+            bool inside = i % 32 < 16 && (squares ? i / 32 >= 16 : i / 32 == 17);
+            ASSERT_EQ(std::isnan(to_float(x[i])), inside) << i;
+        }
+    }
+}
+
+// Gradients keep their mean: every number becomes a neighbour, and the sum is right to 5 sigma. A
+// piece that is cut at multiples of 16 has the values of the whole.
+TEST(Nvfp4, StochasticRoundingKeepsTheMeanInEveryLayout) {
+    size_t rows = 512, cols = 256;
+    auto x = near_numbers(rows, cols);
+    Nvfp4 how = nvfp4_operand(rows, cols, 8);
+    std::vector<bf16> values(x.size()), piece(x.size() / 2);
+    Nvfp4Head head = {};
+    nvfp4_quantise(values.data(), nullptr, &head, x.data(), how, Cpu{});
+    Nvfp4Want nearest = nvfp4_want(x, how);
+    double sum = 0, variance = 0, energy = 0;
+    for (size_t i = 0; i < x.size(); i++) {
+        double step = 2.25 * to_float(e4m3{nearest.scales[i / 16]}) / nearest.factor; // up by 1/8
+        double error = std::fabs(double(to_float(values[i]))) - std::fabs(to_float(x[i]));
+        ASSERT_LE(std::fabs(error), step) << i;
+        sum += error, variance += error * error, energy += nearest.x[i] * nearest.x[i];
+    }
+    EXPECT_LT(std::fabs(sum), 5 * std::sqrt(variance));
+    EXPECT_GT(std::sqrt(variance / energy), 0.12); // to nearest has 0.095
+
+    // A factor of twice the whole's shifts exponents alone.
+    auto half = std::vector<bf16>(x.begin() + long(x.size() / 2), x.end());
+    nvfp4_quantise(piece.data(), nullptr, &head, half.data(),
+                   nvfp4_operand(rows / 2, cols, 8), Cpu{});
+    EXPECT_EQ(memcmp(piece.data(), &values[x.size() / 2], piece.size() * sizeof(bf16)), 0);
 }
 
 // The error of a quantised matrix, relative to its root mean square. The wanted figures come from a
 // separate program. 2% is twenty times the change that another seed makes.
-template <typename F> static double relative_error(const std::vector<float>& x, Fp8Blocks blocks) {
-    size_t rows = 1024, cols = x.size() / rows;
-    std::vector<float> values(x.size());
-    float *none = nullptr, *no_scales = nullptr;
-    uint32_t amax = 0;
-    fp8_quantise<F>(values.data(), none, no_scales, x.data(), &amax, rows, cols, blocks, Cpu{});
+static double relative_error(const std::vector<float>& x, const std::vector<float>& values) {
     double error = 0, sum = 0;
     for (size_t i = 0; i < x.size(); i++) {
         error += std::pow(double(values[i]) - x[i], 2);
@@ -369,19 +512,40 @@ template <typename F> static double relative_error(const std::vector<float>& x, 
 TEST(Fp8, ErrorsAreThoseOfTheFormats) {
     std::mt19937_64 random(7);
     std::normal_distribution<double> normal;
-    std::vector<float> x(1 << 20);
+    const size_t n = 1024;
+    std::vector<float> x(n * n), values(n * n);
     for (float& v : x) v = float(normal(random));
+    auto expect_error = [&](auto format, Fp8Blocks blocks, double want) {
+        uint32_t amax = 0;
+        fp8_quantise<decltype(format), float>(values.data(), nullptr, nullptr, x.data(), &amax, n, n,
+                                              blocks, Cpu{});
+        EXPECT_NEAR(relative_error(x, values), want, 0.02 * want) << int(blocks);
+    };
     for (Fp8Blocks blocks :
          {Fp8Blocks::ROWS, Fp8Blocks::COLUMNS, Fp8Blocks::SQUARES, Fp8Blocks::WHOLE}) {
-        EXPECT_NEAR(relative_error<e4m3>(x, blocks), 0.02655, 0.02 * 0.02655) << int(blocks);
-        EXPECT_NEAR(relative_error<e5m2>(x, blocks), 0.0528, 0.02 * 0.0528) << int(blocks);
+        expect_error(e4m3(), blocks, 0.02655);
+        expect_error(e5m2(), blocks, 0.0528);
+    }
+
+    // NVFP4: to nearest, in squares, stochastically.
+    for (auto [kind, want] : {std::pair(0, 0.095), {2, 0.111}, {8, 0.148}}) {
+        Nvfp4Head head;
+        nvfp4_quantise(values.data(), nullptr, &head, x.data(), nvfp4_operand(n, n, kind), Cpu{});
+        EXPECT_NEAR(relative_error(x, values), want, 0.02 * want) << kind;
     }
 }
 
 // ----------------------------------------------------------------------------
 // linear layers
 
-// Round a matrix to codes and back in double: one scale a block, and the nearest code.
+// Round a number to the nearest code and back in double. One that is too large for its scale
+// becomes the largest code.
+static bf16 left_of(bf16 x, double scale, const Definition& d) {
+    double v = to_float(x), size = std::min(std::fabs(v) * scale, d.value(d.top));
+    return from_acc<bf16>(float(std::copysign(d.value(nearest(d, size, 0)) / scale, v)));
+}
+
+// The same of a matrix, with one scale a block.
 static std::vector<bf16> left_of(const std::vector<bf16>& x, size_t rows, size_t cols,
                                  Fp8Blocks blocks, const Definition& d) {
     std::vector<double> most(fp8_scales(rows, cols, blocks));
@@ -389,11 +553,8 @@ static std::vector<bf16> left_of(const std::vector<bf16>& x, size_t rows, size_t
     for (size_t i = 0; i < x.size(); i++)
         most[place(i)] = std::max(most[place(i)], std::fabs(double(to_float(x[i]))));
     std::vector<bf16> left(x.size());
-    for (size_t i = 0; i < x.size(); i++) {
-        double scale = scale_of(most[place(i)], d.value(d.top)), v = to_float(x[i]);
-        double value = d.value(nearest(d, std::fabs(v) * scale, 0)) / scale;
-        left[i] = from_acc<bf16>(float(std::copysign(value, v)));
-    }
+    for (size_t i = 0; i < x.size(); i++)
+        left[i] = left_of(x[i], scale_of(most[place(i)], d.value(d.top)), d);
     return left;
 }
 
@@ -531,18 +692,6 @@ TEST(Fp8, LateScalesArePowersOfTwo) {
     EXPECT_EQ(fp8_late_scale(0x1p-140f), 0x1p-126f);
 }
 
-// Round a matrix to codes and back under one scale. A number that is too large
-// becomes the largest code.
-static std::vector<bf16> late_left_of(const std::vector<bf16>& x, double scale,
-                                      const Definition& d) {
-    std::vector<bf16> left(x.size());
-    for (size_t i = 0; i < x.size(); i++) {
-        double v = to_float(x[i]), size = std::min(std::fabs(v) * scale, d.value(d.top));
-        left[i] = from_acc<bf16>(float(std::copysign(d.value(nearest(d, size, 0)) / scale, v)));
-    }
-    return left;
-}
-
 // How recipes cut operands of sums along rows, and of sums along columns.
 struct Cut {
     Fp8 recipe;
@@ -554,6 +703,7 @@ static const Cut cuts[] = {
     {Fp8::BLOCK, B::ROWS, B::COLUMNS, B::SQUARES, B::SQUARES_T, E4M3},
     {Fp8::TENSOR, B::WHOLE, B::WHOLE, B::WHOLE, B::WHOLE, E5M2},
     {Fp8::MX, B::MX_ROWS, B::MX_COLUMNS, B::MX_ROWS, B::MX_COLUMNS, E4M3},
+    {Fp8::NVFP4, B::NVFP4_ROWS, B::NVFP4_COLUMNS, B::SQUARES, B::SQUARES_T, E2M1},
 };
 
 // A product of fp8 operands has the bits of the bf16 product of what the codes stand for.
@@ -566,13 +716,24 @@ TEST(Fp8, LinearLayersAreProductsOfWhatCodesStandFor) {
         for (const Cut& cut : cuts) {
             auto x = mixed_matrix(N, IC, 1, true), dy = mixed_matrix(N, OC, 2, true);
             auto w = mixed_matrix(OC, IC, 3, true);
+            auto left = [&](const std::vector<bf16>& m, size_t rows, size_t cols, Fp8Blocks blocks,
+                            Definition d = E4M3) {
+                if (cut.recipe != Fp8::NVFP4) return left_of(m, rows, cols, blocks, d);
+                bool turned = blocks == B::NVFP4_COLUMNS || blocks == B::SQUARES_T;
+                std::vector<bf16> values(m.size());
+                Nvfp4Head head;
+                nvfp4_quantise(values.data(), nullptr, &head, m.data(),
+                               nvfp4_operand(rows, cols, turned | (&m == &w) << 1 |
+                                             (blocks == B::NVFP4_COLUMNS) << 2 | (&m == &dy) << 3),
+                               Cpu{});
+                return values;
+            };
             LinearOperandsOf all = {x, dy, w};
-            LinearOperandsOf out = {left_of(x, N, IC, cut.rows, E4M3), {},
-                                    left_of(w, OC, IC, cut.w, E4M3)};
-            LinearOperandsOf dinp = {{}, left_of(dy, N, OC, cut.rows, cut.gradient),
-                                     left_of(w, OC, IC, cut.w_turned, E4M3)};
-            LinearOperandsOf dw = {left_of(x, N, IC, cut.columns, E4M3),
-                                   left_of(dy, N, OC, cut.columns, cut.gradient), {}};
+            LinearOperandsOf out = {left(x, N, IC, cut.rows), {}, left(w, OC, IC, cut.w)};
+            LinearOperandsOf dinp = {{}, left(dy, N, OC, cut.rows, cut.gradient),
+                                     left(w, OC, IC, cut.w_turned)};
+            LinearOperandsOf dw = {left(x, N, IC, cut.columns),
+                                   left(dy, N, OC, cut.columns, cut.gradient), {}};
             for (bool accumulate : {false, true}) {
                 SCOPED_TRACE(testing::Message() << N << " " << OC << " " << IC << accumulate);
                 LinearRun got = run_linear({all, all, all}, N, OC, IC, cut.recipe, accumulate);
@@ -606,9 +767,10 @@ TEST(Fp8, DelayedLinearLayersAreProductsOfWhatCodesStandFor) {
 
     late.h.amax[1] = fp8_magnitude(2 * most(w)); // from another micro-batch
     Fp8Late all = {late.h.scale, late.h.amax};
-    LinearOperandsOf left = {late_left_of(x, powers[0], E4M3), late_left_of(dy, powers[2], E5M2),
-                             late_left_of(w, powers[1], E4M3)};
-    LinearOperandsOf given = {x, dy, w};
+    LinearOperandsOf given = {x, dy, w}, left = given;
+    for (bf16& v : left.x) v = left_of(v, powers[0], E4M3);
+    for (bf16& v : left.w) v = left_of(v, powers[1], E4M3);
+    for (bf16& v : left.dy) v = left_of(v, powers[2], E5M2);
     LinearRun got = run_linear({given, given, given}, N, OC, IC, Fp8::DELAYED, false, all);
     LinearRun want = run_linear({left, left, left}, N, OC, IC, Fp8::NONE, false);
 
@@ -635,7 +797,7 @@ TEST(Fp8, DelayedLinearLayersAreProductsOfWhatCodesStandFor) {
 TEST(Fp8, LinearLayersHideNothing) {
     size_t N = 4, OC = 130, IC = 140;
     for (float bad : {INFINITY, -NAN})
-        for (Fp8 recipe : {Fp8::BLOCK, Fp8::TENSOR, Fp8::MX}) {
+        for (Fp8 recipe : {Fp8::BLOCK, Fp8::TENSOR, Fp8::MX, Fp8::NVFP4}) {
             auto x = mixed_matrix(N, IC, 1, true), dy = mixed_matrix(N, OC, 2, true);
             auto w = mixed_matrix(OC, IC, 3, true);
             x[2 * IC + 131] = from_acc<bf16>(bad);
@@ -669,14 +831,16 @@ TEST(Fp8, ProductsThatTheLibraryForbidsAreKnown) {
         EXPECT_EQ(fp8_refuses(blocks, architecture, now) == nullptr, architecture == 90);
     }
 
-    // MXFP8: Blackwell's.
-    Fp8Product mx = {128, 256, 512, B::MX_ROWS, B::MX_ROWS, false, false, Type::BF16};
-    for (int architecture : {89, 90, 100, 120})
-        EXPECT_EQ(fp8_refuses(mx, architecture, before) == nullptr, architecture >= 100);
-    EXPECT_TRUE(fp8_refuses(mx, 100, 120700));
-    for (auto size : {&Fp8Product::M, &Fp8Product::N, &Fp8Product::K})
-        EXPECT_TRUE(fp8_refuses(
-            with(mx, [&](auto& p) { p.*size += size == &Fp8Product::K ? 16 : 8; }), 100, now));
+    // MXFP8 and NVFP4: Blackwell's.
+    for (B rows : {B::MX_ROWS, B::NVFP4_ROWS}) {
+        Fp8Product mx = {128, 256, 512, rows, rows, false, false, Type::BF16};
+        for (int architecture : {89, 90, 100, 120})
+            EXPECT_EQ(fp8_refuses(mx, architecture, before) == nullptr, architecture >= 100);
+        EXPECT_TRUE(fp8_refuses(mx, 100, 120700));
+        for (auto size : {&Fp8Product::M, &Fp8Product::N, &Fp8Product::K})
+            EXPECT_TRUE(fp8_refuses(
+                with(mx, [&](auto& p) { p.*size += size == &Fp8Product::K ? 16 : 8; }), 100, now));
+    }
 
     // Older chips, and an older library.
     for (int architecture : {80, 86})

@@ -707,14 +707,14 @@ TEST(Layouts, SmallStatesInBf16) {
             }
 }
 
-// fp8 in blocks of 128 tokens, or of MX's 32, does not depend on the layout if they divide a sequence.
+// fp8 in blocks of 128 tokens, or fewer, does not depend on the layout if they divide a sequence.
 // Pipelines, recomputation and split backward passes equal accumulation bit by bit. Two ranks
 // instead of two micro-batches add the same two gradients in float; blocks of other tokens would
 // change them by a hundredth.
 TEST(Layouts, Fp8BlocksDoNotKnowTheLayout) {
     int number = 0;
     for (auto [shape, fp8] : {std::pair(small_gpt2(), Fp8::BLOCK), {small_llama(), Fp8::BLOCK},
-                              {small_gpt2(), Fp8::MX}}) {
+                              {small_gpt2(), Fp8::MX}, {small_llama(), Fp8::NVFP4}}) {
         // Train with and without fp8 on one rank.
         shape.P = 128;
         LayoutCase one;
@@ -840,7 +840,7 @@ TEST(Layouts, Fp8OfTensorParallelRanks) {
     LayoutCase one, cut;
     one.T = cut.T = 128, one.micro_batches = cut.micro_batches = 1;
     cut.tp = 2;
-    for (Fp8 fp8 : {Fp8::BLOCK, Fp8::MX}) {
+    for (Fp8 fp8 : {Fp8::BLOCK, Fp8::MX, Fp8::NVFP4}) {
         shape.fp8.kind = fp8;
         auto want = run_layout<bf16>(shape, one, false);
         for (bool rows : {false, true}) {

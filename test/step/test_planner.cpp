@@ -15,21 +15,6 @@ RunFacts facts_with_teachers() {
     return run_facts(run);
 }
 
-// A small model on a machine whose links are so slow that messages matter as much as computing.
-PlanQuestion small_question(int gpus, double room_mb, int cards = 4) {
-    PlanQuestion q;
-    q.run = facts_with_teachers();
-    EXPECT_EQ(machine_named(&q.machine, "h100"), "");
-    q.machine.link_gb = 20, q.machine.nic_gb = 3, q.machine.cards = cards;
-    q.shape = gpt2_shape(6, 4, 256, 1000, 256);
-    q.gpus = gpus, q.room = room_mb * 1e6;
-    Config& c = q.config;
-    c.precision = "bf16", c.machine = "h100";
-    c.seq = 256, c.batch_tokens = 8 * 256, c.explain = true, c.sample_tokens = 0;
-    EXPECT_EQ(set_flag(c, "masters", "float"), ""); // as a user says who wants no other
-    return q;
-}
-
 // A model on as many cards of a machine, with a step of so many tokens.
 PlanQuestion question_of(const Shape& shape, const char* machine, int gpus, int64_t seq,
                          int64_t batch_tokens) {
@@ -40,6 +25,15 @@ PlanQuestion question_of(const Shape& shape, const char* machine, int gpus, int6
     q.config.precision = "bf16", q.config.machine = machine;
     q.config.seq = seq, q.config.batch_tokens = batch_tokens;
     q.config.explain = true, q.config.sample_tokens = 0;
+    return q;
+}
+
+// A small model on a machine whose links are so slow that messages matter as much as computing.
+PlanQuestion small_question(int gpus, double room_mb, int cards = 4) {
+    PlanQuestion q = question_of(gpt2_shape(6, 4, 256, 1000, 256), "h100", gpus, 256, 8 * 256);
+    q.machine.link_gb = 20, q.machine.nic_gb = 3, q.machine.cards = cards;
+    q.room = room_mb * 1e6;
+    EXPECT_EQ(set_flag(q.config, "masters", "float"), ""); // as a user says who wants no other
     return q;
 }
 

@@ -371,14 +371,6 @@ TEST_F(Run, ExplainSaysWhichGpuFits) {
                "\nfits a GPU of 48 GB (L40S)\n");
 }
 
-// --eval --resume prints the validation loss that the run printed last, and trains nothing.
-TEST_F(Run, EvaluateOnlyPrintsTheLossOfTheCheckpoint) {
-    Ran trained = run(small + "--steps 5 --out " + path("out"));
-    Ran evaluated = run(small + "--eval --resume --out " + path("out"));
-    EXPECT_EQ(number_behind(trained.text, "val loss "), number_behind(evaluated.text, "val loss "));
-    EXPECT_EQ(evaluated.text.find("| loss"), std::string::npos);
-}
-
 // With a token for each byte, bits per byte are the loss in nats divided by ln 2. If the vocabulary
 // is not the tokenizer's, they are unknown and not printed.
 TEST_F(Run, BitsPerByte) {
@@ -684,15 +676,6 @@ struct Processes : Run {
 static const std::pair<int, const char*> process_layouts[] = {
     {2, ""}, {4, "--zero 2"}, {4, "--zero 3"}, {4, "--tp 2 --sequence-parallel"}};
 
-// The tensors of all ranks in a checkpoint of a run. Manifests are left out: they differ
-// in their configuration.
-static std::string tensors_of(const std::string& out, const std::string& step) {
-    std::string all;
-    for (int rank = 0; rank < 4; rank++)
-        all += read_file(out + "/" + step + "/rank_0000" + std::to_string(rank) + ".safetensors");
-    return all;
-}
-
 // Processes print, save and export the same as threads in the same layout.
 TEST_F(Processes, PrintAndSaveWhatThreadsDo) {
     for (auto [ranks, layout] : process_layouts) {
@@ -710,9 +693,9 @@ TEST_F(Processes, PrintAndSaveWhatThreadsDo) {
         // Compare losses, samples, exports and checkpoints.
         EXPECT_EQ(curve(got.text), curve(want.text));
         EXPECT_EQ(read_file(path("t/model.safetensors")), read_file(path("p/model.safetensors")));
-        std::string saved = tensors_of(path("po"), "step_00000004");
-        EXPECT_GT(saved.size(), 10000u);
-        EXPECT_TRUE(saved == tensors_of(path("to"), "step_00000004"));
+        auto saved = state_in(path("po/step_00000004"));
+        EXPECT_EQ(saved.size(), size_t(ranks));
+        EXPECT_TRUE(saved == state_in(path("to/step_00000004")));
     }
 }
 
@@ -883,7 +866,6 @@ TEST_F(Run, LayoutsThatDoNotFitAreRefused) {
         refuses("--local-ranks 8 --data " + path("nothing.txt"), "No such file");
     refuses("--dp 2", "are 2 ranks, and there are 1: use --local-ranks 2");
     refuses("--local-ranks 8 --pp 8 --layers 2", "the model has 4 layers");
-    refuses("--local-ranks 2 --device cuda", "--device cuda");
     refuses("--local-ranks 2 --pp 2 --pipeline nothing", "neither gpipe, 1f1b");
     put("late.txt", "F0.0 B0.0\nB0.1 F0.1\n");
     refuses("--local-ranks 2 --pp 2 --pipeline " + path("late.txt"), "F must come first");
@@ -962,7 +944,6 @@ TEST_F(Run, RefusesFlagsAndShapes) {
     refuses("--stpes 3", "did you mean --steps?");
     refuses("--model gpt3", "presets: tiny");
     refuses("--model gtp2", "did you mean gpt2?");
-    refuses("--heads 3", "does not divide --channels 128");
     refuses("--device cuda", "built without kernels: make DEVICE=cuda");
     refuses("--tokenizer gpt2", "--tokenizer byte");
     refuses("--model gpt2 --steps 0 --prompt hello", "give the model's tokenizer");
@@ -982,12 +963,7 @@ TEST_F(Run, RefusesBadData) {
 // Folders that hold no model, or another run, are refused.
 TEST_F(Run, RefusesBadFolders) {
     refuses("--model " + dir, "has no config.json");
-    put("config.json", "{\"model_type\": \"bert\"}");
-    refuses("--model " + dir, "model_type 'bert' is not supported");
-    put("config.json", "not json");
-    refuses("--model " + dir, "is no JSON object");
     refuses(small + "--steps 1 --out /proc/none", "--out /proc/none");
-    refuses(small + "--eval --resume --out " + path("empty"), "holds no whole checkpoint");
     ASSERT_EQ(run(small + "--steps 1 --out " + path("out")).status, 0);
     refuses(small + "--layers 3 --steps 2 --resume --out " + path("out"),
             "its layers is 2, this run's 3");

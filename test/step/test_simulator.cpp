@@ -333,6 +333,7 @@ TEST(Simulator, ProductsOfEightBitsByHand) {
     expect("b200", Fp8::BLOCK, 2250, 4, true, 1); // scales of blocks are sm_90's
     expect("a100-80", Fp8::TENSOR, 312, 6, true, 1);
     expect("b200", Fp8::MX, 0.9 * 4500, 3, true, 1);
+    expect("b200", Fp8::NVFP4, 0.9 * 9000, 4.5, true, 1);
     expect("h100", Fp8::MX, 989, 4, true, 1); // MX came with Blackwell
 }
 
