@@ -129,9 +129,9 @@ Fp8Matrices fp8_matrices(const Trainer<T, S>& t) {
 //                 codes -> GATHERED                     beside the layers before its use, as always
 //   A rank's part of CODES is the codes of its shard, a byte for each element, then the elements of
 //   its shard that are in no matrix, in 16 bits. Parts are as long as the longest needs.
-//   `block` and `tensor` do so. Delayed scaling wants the maximum of what products see, and under
-//   `mx` W^T has other scales. Generation counts nothing, and offloaded shards are elsewhere at
-//   COUNT: these gather wide.
+//   `block` and `tensor` do so. Delayed scaling wants the maximum of what products see, under `mx`
+//   W^T has other scales, and `nvfp4` knows no parts of matrices. Generation counts nothing, and
+//   offloaded shards are elsewhere at COUNT: these gather wide.
 //   Bytes: P/d + 2 V for each rank's part of P parameters, V of them in vectors; wide 2 P/d.
 
 // The number of scales of a bucket's matrices.
