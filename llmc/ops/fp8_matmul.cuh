@@ -195,19 +195,20 @@ void fp8_matmul(O* out, const Fp8Operand& a, const Fp8Operand& b, // (M,N) (M,K)
                 const T* bias, const O* residual,                 // (N) (M,N), or null
                 const Fp8Product& p, Blas& blas, cudaStream_t stream) {
     check_workspace(blas);
+    bool adds = residual || p.accumulate;
     if (is_nvfp4(p.a))
-        launch(nvfp4_alpha_kernel, 1, 1, stream, a.head, b.head, residual || p.accumulate);
+        launch(nvfp4_alpha_kernel, 1, 1, stream, a.head, b.head, adds);
     auto multiply = [=] {
-        float alpha = is_nvfp4(p.a) ? a.head->alpha : 1;
+        Nvfp4Head head = is_nvfp4(p.a) ? *a.head : Nvfp4Head{0, 1, 1, float(adds)};
         auto numbers = [&](const Fp8Operand& x, size_t rows, float factor) {
             return x.wide ? fp8_numbers<T, e5m2>(x, rows, p.K, factor)
                           : fp8_numbers<T, e4m3>(x, rows, p.K, factor);
         };
 
         // Multiply the values that the codes stand for.
-        std::vector<T> A = numbers(a, p.M, alpha), B = numbers(b, p.N, 1);
-        Product shape = {p.M, p.N, p.K, {p.K, 1}, {1, p.K}, p.N, p.accumulate};
-        emulated_product(out, A.data(), B.data(), bias, residual, shape);
+        std::vector<T> A = numbers(a, p.M, head.alpha), B = numbers(b, p.N, 1);
+        Product shape = {p.M, p.N, p.K, {p.K, 1}, {1, p.K}, p.N, p.accumulate && head.beta};
+        emulated_product(out, A.data(), B.data(), bias, head.beta ? residual : nullptr, shape);
     };
 
     // Queue it as a launch.

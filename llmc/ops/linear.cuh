@@ -19,7 +19,7 @@
 //   divides a tensor-parallel rank's pieces, no block is cut. The same bf16 numbers then have the
 //   same codes in every layout. (Tensor-parallel ranks round other sums to bf16 before.)
 //   Recipe `mx`: MXFP8, E4M3 with a scale for 32 of K in all operands; as `block`, with 32 for 128.
-//   Recipe `nvfp4`: 4 bits, with a scale for 16 of K, of W for 16 x 16 (nvfp4.cuh).
+//   Recipe `nvfp4`: 4 bits; as `mx`, with 16 for 32, and W in squares of 16 x 16 (nvfp4.cuh).
 //   Recipe `tensor`: a scale covers the rows of one product, so they decide what underflows.
 //   Recipe `delayed`: as `tensor`, with all ranks' scale of the steps before (fp8_delayed.cuh).
 //   Tensor cores read the codes where cuBLASLt has the product (fp8_matmul.cuh). Elsewhere a bf16

@@ -10,7 +10,7 @@
 //   neighbours along K, which spreads outliers and leaves the product. Its factor is any float; a
 //   power of two makes a code stand for a bf16 number: 2 bits of mantissa times 4. Its random bits
 //   are drawn; here they are a hash of the number, of its block's largest and of its place in the
-//   square: equal numbers have equal codes in every layout.
+//   square: equal numbers have equal codes in every layout whose cuts 16 divides.
 //   x      (outer,K) with strides, 16 bits; float on the CPU
 //   out    (outer,K/16) words of 16 codes, the first in the lowest bits: K is a multiple of 16; or
 //          T, where x has them: the values that codes stand for, transformed if they are
@@ -215,8 +215,7 @@ nvfp4_quantise_kernel(Out* out, uint8_t* scales, Nvfp4Head* head, const T* x, Nv
 
     // Find the scale of the block, or of the square, and write.
     b.prepare(how);
-    if (how.squares)
-        b.amax = warp_max(b.amax, NVFP4_BLOCK / 2);
+    if (how.squares) b.amax = warp_max(b.amax, NVFP4_BLOCK / 2);
     float factor = nvfp4_factor(head->amax, how.hadamard);
     b.write(out, scales, factor, how);
     if (b.o == 0 && b.k == 0)

@@ -716,6 +716,8 @@ TEST(Fp8, LinearLayersAreProductsOfWhatCodesStandFor) {
         for (const Cut& cut : cuts) {
             auto x = mixed_matrix(N, IC, 1, true), dy = mixed_matrix(N, OC, 2, true);
             auto w = mixed_matrix(OC, IC, 3, true);
+
+            // Take what codes stand for. NVFP4's own tests hold its values against the definition.
             auto left = [&](const std::vector<bf16>& m, size_t rows, size_t cols, Fp8Blocks blocks,
                             Definition d = E4M3) {
                 if (cut.recipe != Fp8::NVFP4) return left_of(m, rows, cols, blocks, d);
@@ -734,6 +736,8 @@ TEST(Fp8, LinearLayersAreProductsOfWhatCodesStandFor) {
                                      left(w, OC, IC, cut.w_turned)};
             LinearOperandsOf dw = {left(x, N, IC, cut.columns),
                                    left(dy, N, OC, cut.columns, cut.gradient), {}};
+
+            // Compare the three products, written and added.
             for (bool accumulate : {false, true}) {
                 SCOPED_TRACE(testing::Message() << N << " " << OC << " " << IC << accumulate);
                 LinearRun got = run_linear({all, all, all}, N, OC, IC, cut.recipe, accumulate);
